@@ -1,0 +1,179 @@
+#include "gemm.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "signal.h"
+#include "threads.h"
+
+namespace weft {
+
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Shape {
+  int64_t m, n;
+};
+
+// Tiles that fill the caches, cut smaller until every thread gets several, so that none is left waiting at the end.
+Shape choose_tile(const Kernels& kernels, int64_t m, int64_t n, int threads) {
+  Shape tile{std::min(m, kernels.max_tile_m), std::min(n, kernels.max_tile_n)};
+  if (threads == 1) return tile;
+  const int64_t wanted = 8 * threads;
+  const auto tiles = [&] { return ceil_div(m, tile.m) * ceil_div(n, tile.n); };
+  while (tiles() < wanted && tile.n > 4 * kernels.panel)
+    tile.n = ceil_div(tile.n / 2, kernels.panel) * kernels.panel;
+  while (tiles() < wanted && tile.m > 4 * kernels.strip)
+    tile.m = ceil_div(tile.m / 2, kernels.strip) * kernels.strip;
+  return tile;
+}
+
+// The scratch of all threads in one allocation, made before any of them starts: running out of memory is then an
+// exception in the caller. Parts are page-aligned, so that threads never share a cache line.
+class Workspace {
+ public:
+  Workspace(const Kernels& k, const Tile& t, const Shape& tile, int threads) {
+    const int64_t rows = std::min(tile.m, k.max_tile_m), block = std::min(t.k, k.block_k);
+    const int64_t cols = ceil_div(std::min(tile.n, k.max_tile_n), k.panel) * k.panel;
+    const bool widened = t.dtype != DType::f32;
+    x_ = pages(rows * k.block_ld);
+    panel_ = pages(widened ? block * k.panel : 0);
+    sums_ = pages(t.k > k.block_k ? rows * cols : 0);
+    const int64_t floats = (x_ + panel_ + sums_) * threads;
+    memory_.reset(static_cast<float*>(std::aligned_alloc(4096, floats * sizeof(float))));
+    if (!memory_) throw std::bad_alloc();
+  }
+
+  Scratch of_thread(int64_t thread) const {
+    float* start = memory_.get() + thread * (x_ + panel_ + sums_);
+    return {start, start + x_, start + x_ + panel_};
+  }
+
+ private:
+  static int64_t pages(int64_t floats) { return ceil_div(floats, 1024) * 1024; }
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  int64_t x_, panel_, sums_;
+  std::unique_ptr<float, Free> memory_;
+};
+
+struct Walk {
+  const Kernels& kernels;
+  const Linear& linear;
+  const Workspace& workspace;
+  Shape tile;
+  int64_t cols, tiles;
+  std::atomic<int64_t> threads{0};
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> not_ready{kNotReady};
+
+  bool wait_for_rows(int64_t m0, int64_t m1) {
+    const Schedule& s = linear.schedule;
+    for (int64_t block = m0 / s.ready_rows; block * s.ready_rows < m1; ++block) {
+      if (counter_wait(s.ready + block, s.ready_value, deadline_after(s.timeout))) continue;
+      int64_t none = kNotReady;
+      not_ready.compare_exchange_strong(none, block);
+      return false;
+    }
+    return true;
+  }
+
+  // A caller's tile may exceed what scratch and caches take: then it is computed in parts.
+  void compute(const Tile& whole, const Scratch& scratch) {
+    Tile part = whole;
+    for (int64_t m = whole.m0; m < whole.m1; m += kernels.max_tile_m)
+      for (int64_t n = whole.n0; n < whole.n1; n += kernels.max_tile_n) {
+        part.m0 = m, part.m1 = std::min(m + kernels.max_tile_m, whole.m1);
+        part.n0 = n, part.n1 = std::min(n + kernels.max_tile_n, whole.n1);
+        kernels.tile(part, scratch);
+      }
+  }
+
+  void run() {
+    const Schedule& s = linear.schedule;
+    const Scratch scratch = workspace.of_thread(threads.fetch_add(1, std::memory_order_relaxed));
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tiles;) {
+      const int64_t t = s.order ? s.order[i] : i;
+      Tile one = linear.whole;
+      one.m0 = t / cols * tile.m, one.m1 = std::min(one.m0 + tile.m, linear.whole.m1);
+      one.n0 = t % cols * tile.n, one.n1 = std::min(one.n0 + tile.n, linear.whole.n1);
+      if (not_ready.load(std::memory_order_relaxed) != kNotReady) return;
+      if (s.ready && !wait_for_rows(one.m0, one.m1)) return;
+      compute(one, scratch);
+      if (s.done) counter_add(s.done + s.group_of[t], 1, s.group_size[s.group_of[t]]);
+    }
+  }
+};
+
+struct ByPanel {
+  void (*body)(const ByPanel&, int64_t panel);
+  const Kernels& kernels;
+  const void* from;
+  void* to;
+  DType dtype;
+  int64_t n, k, stride_n, stride_k;
+  std::atomic<int64_t> next{0};
+
+  void run(int threads) {
+    parallel(threads, [](void* arg) {
+      ByPanel& job = *static_cast<ByPanel*>(arg);
+      const int64_t panels = ceil_div(job.n, job.kernels.panel);
+      for (int64_t p; (p = job.next.fetch_add(1, std::memory_order_relaxed)) < panels;) job.body(job, p);
+    }, this);
+  }
+};
+
+}  // namespace
+
+int64_t linear(const Kernels& kernels, const Linear& job) {
+  const int64_t m = job.whole.m1, n = job.whole.n1;
+  if (m == 0 || n == 0) return kNotReady;
+  Shape tile = choose_tile(kernels, m, n, job.threads);
+  if (job.schedule.tile_m > 0) tile = {job.schedule.tile_m, job.schedule.tile_n};
+  const int64_t cols = ceil_div(n, tile.n), tiles = ceil_div(m, tile.m) * cols;
+  const int threads = int(std::min<int64_t>(job.threads, tiles));
+  const Workspace workspace(kernels, job.whole, tile, threads);
+  Walk walk{kernels, job, workspace, tile, cols, tiles};
+  parallel(threads, [](void* arg) { static_cast<Walk*>(arg)->run(); }, &walk);
+  return walk.not_ready.load();
+}
+
+int64_t packed_elements(const Kernels& kernels, int64_t n, int64_t k) {
+  return ceil_div(n, kernels.panel) * kernels.panel * k;
+}
+
+void pack(const Kernels& kernels, const void* w, int64_t stride_n, int64_t stride_k, DType dtype, int64_t n, int64_t k,
+          int threads, void* packed) {
+  ByPanel job{[](const ByPanel& j, int64_t p) {
+                j.kernels.pack(j.from, j.stride_n, j.stride_k, j.dtype, j.n, j.k, p, j.to);
+              },
+              kernels, w, packed, dtype, n, k, stride_n, stride_k};
+  job.run(threads);
+}
+
+void unpack(const Kernels& kernels, const void* packed, DType dtype, int64_t n, int64_t k, int threads, void* w) {
+  ByPanel job{[](const ByPanel& j, int64_t p) { j.kernels.unpack(j.from, j.dtype, j.n, j.k, p, j.to); },
+              kernels, packed, w, dtype, n, k, 0, 0};
+  job.run(threads);
+}
+
+Peak measure_peak(const Kernels& kernels, int threads, int64_t rounds) {
+  struct Job {
+    const Kernels& kernels;
+    int64_t rounds;
+    std::atomic<double> flops{0};
+  } job{kernels, rounds};
+  const int64_t start = steady_now_ns();
+  parallel(threads, [](void* arg) {
+    Job& j = *static_cast<Job*>(arg);
+    j.flops.fetch_add(j.kernels.fma_flops(j.rounds));
+  }, &job);
+  return {double(steady_now_ns() - start) * 1e-9, job.flops.load()};
+}
+
+}  // namespace weft

@@ -1,0 +1,45 @@
+// linear(x, w): walks tiles in the caller's order, waits for input that is still arriving, signals groups of tiles.
+#pragma once
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace weft {
+
+// The caller's wishes about tiles; every pointer may be null. Tile t covers rows [t / cols * tile_m, +tile_m) and
+// columns [t % cols * tile_n, +tile_n), where cols = ceil(n / tile_n).
+struct Schedule {
+  int64_t tile_m, tile_n;      // 0: chosen here
+  const int32_t* order;        // a permutation of the tiles
+  const int32_t* group_of;     // tile -> group
+  const int32_t* group_size;   // tiles in each group: the count at which sleepers are woken
+  int32_t* done;               // one counter a group
+  const int32_t* ready;        // one counter for each block of `ready_rows` rows of x
+  int64_t ready_rows;
+  int32_t ready_value;         // a tile starts when its blocks have reached this
+  double timeout;              // seconds to wait for one block
+};
+
+struct Linear {
+  Tile whole;  // m0 = n0 = 0, m1 = M, n1 = N
+  Schedule schedule;
+  int threads;
+};
+
+constexpr int64_t kNotReady = -1;
+
+// Returns kNotReady when all tiles were computed, otherwise the block of rows that did not become ready in time.
+int64_t linear(const Kernels&, const Linear&);
+
+int64_t packed_elements(const Kernels&, int64_t n, int64_t k);
+void pack(const Kernels&, const void* w, int64_t stride_n, int64_t stride_k, DType, int64_t n, int64_t k, int threads,
+          void* packed);
+void unpack(const Kernels&, const void* packed, DType, int64_t n, int64_t k, int threads, void* w);
+
+// Seconds and flops of a loop of fused multiply-adds on `threads` threads: what the machine gives at best right now.
+struct Peak {
+  double seconds, flops;
+};
+Peak measure_peak(const Kernels&, int threads, int64_t rounds);
+
+}  // namespace weft

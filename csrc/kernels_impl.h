@@ -1,0 +1,367 @@
+// The kernels, written once over vectors of `kLanes` floats. A translation unit defines, in namespace weft::WEFT_ISA,
+//   vec, kLanes, kStrip (rows at once), kName, fma(a, b, c), splat(float), and then includes this file.
+//
+// Same bits: an output element is fma(x[k], w[k], sum) for k = 0, 1, ... K-1, whatever the tile, the strip, the block
+// of k or the thread; vector lanes are columns, so they never mix. Every element takes the same epilogue instructions,
+// those of a ragged edge too, which are computed on padded vectors and stored in part.
+#pragma once
+#include "kernels.h"
+
+namespace weft {
+namespace WEFT_ISA {
+
+constexpr int kVectors = 2;                    // vectors in a panel
+constexpr int64_t kPanel = kVectors * kLanes;  // columns in a panel
+constexpr int64_t kBlockK = 256;               // kBlockK x kPanel floats of the weight stay in the first-level cache
+// Rows of x are copied block by block, this far apart: rows a power of two apart would meet in one set of the cache.
+constexpr int64_t kBlockLd = kBlockK + 8;
+constexpr int kUnroll = 4;
+constexpr int64_t kLine = 64;
+constexpr int64_t kMaxTileM = 144;
+constexpr int64_t kMaxTileN = 512;
+
+typedef int32_t ivec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t uvec __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t hvec __attribute__((vector_size(2 * kLanes)));
+
+template <class V, class P>
+inline V load(const P* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V, class P>
+inline void store(P* p, V v) {
+  __builtin_memcpy(p, &v, sizeof v);
+}
+
+inline vec load_floats(const float* p) { return load<vec>(p); }
+inline vec load_floats(const uint16_t* p) { return (vec)(__builtin_convertvector(load<hvec>(p), uvec) << 16); }
+
+// One row of a panel. Packed bf16 alternates the columns of the two vectors, so that a shift and a mask widen them.
+inline void load_row(const float* p, vec* v) { v[0] = load<vec>(p), v[1] = load<vec>(p + kLanes); }
+inline void load_row(const uint16_t* p, vec* v) {
+  const uvec both = load<uvec>(p);
+  v[0] = (vec)(both << 16), v[1] = (vec)(both & 0xffff0000u);
+}
+inline int64_t column_at(const float*, int64_t j) { return j; }
+inline int64_t column_at(const uint16_t*, int64_t j) { return j < kLanes ? 2 * j : 2 * (j - kLanes) + 1; }
+
+inline void store_floats(float* p, vec v) { store(p, v); }
+inline void store_floats(uint16_t* p, vec v) {  // round to nearest even; NaN stays NaN
+  const uvec bits = (uvec)v;
+  const uvec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uvec quiet = (bits >> 16) | 0x40u;
+  store(p, __builtin_convertvector(v == v ? rounded : quiet, hvec));
+}
+
+inline float widen(float v) { return v; }
+inline float widen(uint16_t v) { return __builtin_bit_cast(float, uint32_t(v) << 16); }
+
+// ---- activations -------------------------------------------------------------------------------------------------
+
+template <int N>
+inline vec horner(vec x, const float (&c)[N]) {  // c[0] + c[1] x + ...
+  vec y = splat(c[N - 1]);
+  for (int i = N - 2; i >= 0; --i) y = fma(y, x, splat(c[i]));
+  return y;
+}
+
+inline vec exp(vec x) {
+  const vec low = splat(-87.3f), high = splat(88.72f);
+  const vec clamped = x < low ? low : (x > high ? high : x);
+  const vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const vec n = fma(clamped, splat(1.44269504f), magic) - magic;
+  vec r = fma(n, splat(-0.693359375f), clamped);
+  r = fma(n, splat(2.12194440e-4f), r);
+  // exp(r) on [-ln2/2, ln2/2]
+  static constexpr float c[] = {1.0f, 1.0f, 0.499999911f, 0.166664183f, 0.0416682325f, 0.00837491732f, 0.00138367142f};
+  const vec p = horner(r, c);
+  // 2^n in two steps, as n = 128 alone is no float
+  const ivec i = __builtin_convertvector(n, ivec), half = i >> 1;
+  const vec y = p * (vec)((half + 127) << 23) * (vec)((i - half + 127) << 23);
+  return x > high ? splat(__builtin_inff()) : (x < low ? splat(0.0f) : y);
+}
+
+inline vec erf(vec x) {
+  const vec a = x < splat(0.0f) ? -x : x;
+  // Near-minimax fits: erf(x) = x * near(x^2) below 1, and 1 - exp(far(|x|)) up to 4, where erf is 1 in float.
+  static constexpr float near[] = {1.12837911f,   -0.37612626f,     0.112836003f,  -0.0268544443f,
+                                   0.00518953521f, -0.000802084105f, 7.8891193e-05f};
+  static constexpr float far[] = {-0.000353708921f, -1.12704003f,     -0.638225615f, -0.103037432f,
+                                  0.0218053516f,    -0.00293961563f, 0.0001855749f};
+  const vec top = splat(4.0f);
+  const vec small = x * horner(x * x, near);
+  const vec large = splat(1.0f) - exp(horner(a > top ? top : a, far));
+  return a < splat(1.0f) ? small : (x < splat(0.0f) ? -large : large) + (x - x);  // x - x carries NaN
+}
+
+inline vec sigmoid_times(vec x, vec u) { return x / (splat(1.0f) + exp(-u)); }  // x * sigmoid(u)
+
+inline vec activate(vec x, Activation activation) {
+  switch (activation) {
+    case Activation::gelu:
+      return splat(0.5f) * x * (splat(1.0f) + erf(x * splat(0.707106781f)));
+    case Activation::gelu_tanh: {  // (1 + tanh(u)) / 2 = sigmoid(2u)
+      const vec cubic = fma(x * x * x, splat(0.044715f), x);
+      return sigmoid_times(x, cubic * splat(1.5957691216f));
+    }
+    case Activation::silu:
+      return sigmoid_times(x, x);
+    case Activation::none:
+      break;
+  }
+  return x;
+}
+
+// ---- matmul ------------------------------------------------------------------------------------------------------
+
+// Where the partial sums of ROWS x PANELS panels lie: [panel][row][kPanel], so that a strip is contiguous.
+struct Sums {
+  float* at;
+  int64_t panel_stride;
+};
+
+// to (+)= x[ROWS][k] * panels[k][kPanel], starting from `from` (zero when null). The sums stay in registers throughout.
+// Not inlined: the loop needs nearly every register there is. Meanwhile it fetches `ahead`, a part of the next panel:
+// one cache line for every kUnroll values of k.
+template <int ROWS, int PANELS, class W>
+__attribute__((noinline)) void multiply(int64_t k, const float* x, const W* w, int64_t panel_stride,
+                                        Sums from, Sums to, const char* ahead) {
+  constexpr int kWide = PANELS * kVectors;
+  vec sum[ROWS][kWide];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kWide; ++v)
+      sum[r][v] = from.at ? load<vec>(from.at + (v / kVectors) * from.panel_stride + r * kPanel + v % kVectors * kLanes)
+                          : splat(0.0f);
+  const float* rows[(ROWS + 2) / 3];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r += 3) rows[r / 3] = x + r * kBlockLd;
+  const auto step = [&](int64_t u) __attribute__((always_inline)) {
+    vec b[kWide];
+#pragma GCC unroll 16
+    for (int p = 0; p < PANELS; ++p) load_row(w + p * panel_stride + u * kPanel, b + p * kVectors);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const vec a = splat(rows[r / 3][(r % 3) * kBlockLd + u]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kWide; ++v) sum[r][v] = fma(a, b[v], sum[r][v]);
+    }
+  };
+  const auto advance = [&](int64_t u) __attribute__((always_inline)) {
+    w += u * kPanel;
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r += 3) rows[r / 3] += u;
+  };
+  int64_t i = 0;
+  for (; i + kUnroll <= k; i += kUnroll, ahead += kLine) {
+    __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 16
+    for (int u = 0; u < kUnroll; ++u) step(u);
+    advance(kUnroll);
+  }
+  for (; i < k; ++i) step(0), advance(1);
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kWide; ++v)
+      store(to.at + (v / kVectors) * to.panel_stride + r * kPanel + v % kVectors * kLanes, sum[r][v]);
+}
+
+// Few rows leave registers idle, and one row alone would wait for the latency of each sum: they take several panels.
+constexpr int kMaxPanels = 4;
+constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : (rows * 2 <= kStrip ? 2 : 1); }
+
+template <int ROWS, class W>
+inline void multiply_strip(int rows, int panels, int64_t k, const float* x, const W* w,
+                           int64_t panel_stride, Sums from, Sums to, const char* ahead) {
+  if (rows == ROWS) {
+    constexpr int kWide = panels_at_once(ROWS);
+    if (panels == kWide) return multiply<ROWS, kWide, W>(k, x, w, panel_stride, from, to, ahead);
+    return multiply<ROWS, 1, W>(k, x, w, panel_stride, from, to, ahead);
+  }
+  if constexpr (ROWS > 1) multiply_strip<ROWS - 1, W>(rows, panels, k, x, w, panel_stride, from, to, ahead);
+}
+
+template <class T>
+inline void copy(T* to, const T* from, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
+template <class T>
+inline void finish_row(const float* sums, const T* bias, T* pre, const T* residual, T* out, Activation activation) {
+  for (int v = 0; v < kVectors; ++v) {
+    vec y = load<vec>(sums + v * kLanes);
+    if (bias) y = y + load_floats(bias + v * kLanes);
+    if (pre) store_floats(pre + v * kLanes, y);
+    y = activate(y, activation);
+    if (residual) y = y + load_floats(residual + v * kLanes);
+    store_floats(out + v * kLanes, y);
+  }
+}
+
+// The epilogue of rows [m, m + rows) of the panel that starts at column n.
+template <class T>
+inline void finish(const Tile& t, int64_t m, int64_t n, int rows, const float* sums) {
+  const Epilogue& e = t.epilogue;
+  const int64_t width = t.n1 - n < kPanel ? t.n1 - n : kPanel;
+  const bool whole = width == kPanel;
+  T bias_edge[kPanel] = {}, pre_edge[kPanel], residual_edge[kPanel] = {}, out_edge[kPanel];
+  const T* bias = e.bias ? (const T*)e.bias + n : nullptr;
+  if (bias && !whole) copy(bias_edge, bias, width), bias = bias_edge;
+  for (int r = 0; r < rows; ++r) {
+    T* out = (T*)e.out + (m + r) * e.ld_out + n;
+    T* pre = e.pre ? (T*)e.pre + (m + r) * e.ld_pre + n : nullptr;
+    const T* residual = e.residual ? (const T*)e.residual + (m + r) * e.ld_residual + n : nullptr;
+    if (whole) {
+      finish_row(sums + r * kPanel, bias, pre, residual, out, e.activation);
+      continue;
+    }
+    if (residual) copy(residual_edge, residual, width);
+    finish_row(sums + r * kPanel, bias, pre ? pre_edge : pre, residual ? residual_edge : residual, out_edge, e.activation);
+    copy(out, out_edge, width);
+    if (pre) copy(pre, pre_edge, width);
+  }
+}
+
+template <class T>
+inline void widen(const T* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load_floats(from + i));
+  for (; i < count; ++i) to[i] = widen(from[i]);
+}
+
+inline void widen_panel(const uint16_t* from, int64_t k, float* to) {
+  for (int64_t i = 0; i < k; ++i, from += kPanel, to += kPanel) {
+    vec row[kVectors];
+    load_row(from, row);
+    store(to, row[0]), store(to + kLanes, row[1]);
+  }
+}
+
+// One block of k of a tile, with its rows of x as floats, kBlockLd apart.
+struct BlockK {
+  const float* x;
+  int64_t k0, k;
+  bool first, last;
+};
+
+template <class T, class W>
+inline void multiply_panels(const Tile& t, const BlockK& b, const W* w, int64_t panel_stride, int64_t panel, int panels,
+                            const char* next_panel, float* sums) {
+  constexpr int kParts = kPanel * sizeof(T) * kUnroll / kLine;  // strips that fetch one whole panel between them
+  const int64_t rows = t.m1 - t.m0, stride = rows * kPanel;
+  for (int64_t r = 0; r < rows; r += kStrip) {
+    const int count = int(rows - r < kStrip ? rows - r : kStrip);
+    const Sums partial{sums + panel * stride + r * kPanel, stride};
+    const Sums from = b.first ? Sums{nullptr, 0} : partial;
+    const float* x = b.x + r * kBlockLd;
+    const char* ahead = next_panel + r / kStrip % kParts * (b.k / kUnroll * kLine);
+    if (!b.last) {
+      multiply_strip<kStrip, W>(count, panels, b.k, x, w, panel_stride, from, partial, ahead);
+      continue;
+    }
+    alignas(64) float done[kMaxPanels * kStrip * kPanel];
+    multiply_strip<kStrip, W>(count, panels, b.k, x, w, panel_stride, from, Sums{done, kStrip * kPanel}, ahead);
+    for (int p = 0; p < panels; ++p)
+      finish<T>(t, t.m0 + r, t.n0 + (panel + p) * kPanel, count, done + p * kStrip * kPanel);
+  }
+}
+
+template <class T>
+inline void compute_block(const Tile& t, const BlockK& b, const Scratch& s) {
+  const int64_t rows = t.m1 - t.m0, panels = (t.n1 - t.n0 + kPanel - 1) / kPanel;
+  const int at_once = rows <= kStrip ? panels_at_once(int(rows)) : 1;
+  for (int64_t p = 0; p < panels;) {
+    const T* w = (const T*)t.packed + ((t.n0 / kPanel + p) * t.k + b.k0) * kPanel;
+    const int count = panels - p >= at_once ? at_once : 1;
+    const char* next = (const char*)(w + count * t.k * kPanel);
+    if constexpr (sizeof(T) == sizeof(float)) {
+      multiply_panels<T, T>(t, b, w, t.k * kPanel, p, count, next, s.sums);
+    } else if (rows <= 2 * kStrip) {  // too few rows to repay widening the panel in memory first
+      multiply_panels<T, T>(t, b, w, t.k * kPanel, p, count, next, s.sums);
+    } else {
+      widen_panel(w, b.k, s.panel);
+      multiply_panels<T, float>(t, b, s.panel, 0, p, count, next, s.sums);
+    }
+    p += count;
+  }
+}
+
+template <class T>
+inline void compute_tile(const Tile& t, const Scratch& s) {
+  const int64_t blocks = t.k > kBlockK ? (t.k + kBlockK - 1) / kBlockK : 1, step = (t.k + blocks - 1) / blocks;
+  for (int64_t i = 0; i < blocks; ++i) {
+    const int64_t k0 = i * step, k = t.k - k0 < step ? t.k - k0 : step;
+    for (int64_t m = t.m0; m < t.m1; ++m)
+      widen((const T*)t.x + m * t.ld_x + k0, k, s.x + (m - t.m0) * kBlockLd);
+    const BlockK b{s.x, k0, k, i == 0, i == blocks - 1};
+    compute_block<T>(t, b, s);
+  }
+}
+
+void tile(const Tile& t, const Scratch& s) {
+  if (t.dtype == DType::f32) return compute_tile<float>(t, s);
+  compute_tile<uint16_t>(t, s);
+}
+
+// ---- packing -----------------------------------------------------------------------------------------------------
+
+template <class T>
+inline void pack_panel(const T* w, int64_t stride_n, int64_t stride_k, int64_t n, int64_t k, int64_t p, T* packed) {
+  const int64_t n0 = p * kPanel, width = n - n0 < kPanel ? n - n0 : kPanel;
+  T* to = packed + p * k * kPanel;
+  for (int64_t i = 0; i < k; ++i, to += kPanel) {
+    const T* from = w + n0 * stride_n + i * stride_k;
+    for (int64_t j = 0; j < width; ++j) to[column_at(w, j)] = from[j * stride_n];
+    for (int64_t j = width; j < kPanel; ++j) to[column_at(w, j)] = T(0);
+  }
+}
+
+void pack(const void* w, int64_t stride_n, int64_t stride_k, DType dtype, int64_t n, int64_t k, int64_t p, void* packed) {
+  if (dtype == DType::f32) return pack_panel((const float*)w, stride_n, stride_k, n, k, p, (float*)packed);
+  pack_panel((const uint16_t*)w, stride_n, stride_k, n, k, p, (uint16_t*)packed);
+}
+
+template <class T>
+inline void unpack_panel(const T* packed, int64_t n, int64_t k, int64_t p, T* w) {
+  const int64_t n0 = p * kPanel, width = n - n0 < kPanel ? n - n0 : kPanel;
+  const T* from = packed + p * k * kPanel;
+  for (int64_t j = 0; j < width; ++j)
+    for (int64_t i = 0; i < k; ++i) w[(n0 + j) * k + i] = from[i * kPanel + column_at(w, j)];
+}
+
+void unpack(const void* packed, DType dtype, int64_t n, int64_t k, int64_t p, void* w) {
+  if (dtype == DType::f32) return unpack_panel((const float*)packed, n, k, p, (float*)w);
+  unpack_panel((const uint16_t*)packed, n, k, p, (uint16_t*)w);
+}
+
+// ---- peak --------------------------------------------------------------------------------------------------------
+
+__attribute__((noinline)) double fma_flops(int64_t rounds) {
+  constexpr int kChains = 12;  // enough to fill two pipes of latency 4 to 6
+  vec sum[kChains];
+#pragma GCC unroll 16
+  for (int i = 0; i < kChains; ++i) sum[i] = splat(float(i));
+  const vec a = splat(0.999f), b = splat(1e-3f);
+  for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kChains; ++i) {
+      sum[i] = fma(sum[i], a, b);
+      asm volatile("" : "+x"(sum[i]));  // keeps the loop as it is written
+    }
+  }
+  return 2.0 * kChains * kLanes * double(rounds);
+}
+
+}  // namespace WEFT_ISA
+
+constexpr Kernels make_kernels() {
+  using namespace WEFT_ISA;
+  return {kName, kPanel, kStrip, kBlockK, kBlockLd, kMaxTileM, kMaxTileN, tile, pack, unpack, fma_flops};
+}
+
+}  // namespace weft

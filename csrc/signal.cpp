@@ -1,0 +1,70 @@
+#include "signal.h"
+
+#include <climits>
+#include <ctime>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace weft {
+
+namespace {
+
+std::atomic_ref<int32_t> word(const int32_t* counter) { return std::atomic_ref<int32_t>(*const_cast<int32_t*>(counter)); }
+
+// Not FUTEX_PRIVATE: the word may lie in memory that several processes map.
+long futex(const int32_t* counter, int op, int32_t value, const timespec* timeout) {
+  return syscall(SYS_futex, counter, op, value, timeout, nullptr, 0);
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Long enough to catch a peer that is about to finish a tile, short enough not to take a core from one that computes.
+constexpr int kSpins = 200;
+
+// A sleeper re-reads the word at least this often, so a counter that was raised without a wake (a plain store by
+// someone who maps the same memory) delays a waiter but never hangs it.
+constexpr int64_t kMaxSleepNs = 20'000'000;
+
+}  // namespace
+
+int64_t steady_now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
+
+int64_t deadline_after(double seconds) {
+  const double ns = seconds * 1e9;
+  const int64_t now = steady_now_ns();
+  return ns >= double(INT64_MAX - now) ? INT64_MAX : now + int64_t(ns);
+}
+
+void counter_add(int32_t* counter, int32_t value, int32_t wake_at) {
+  const int32_t after = word(counter).fetch_add(value, std::memory_order_acq_rel) + value;
+  if (wake_at < 0 || after == wake_at) futex(counter, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+int32_t counter_read(const int32_t* counter) { return word(counter).load(std::memory_order_acquire); }
+
+bool counter_wait(const int32_t* counter, int32_t target, int64_t deadline_ns) {
+  for (int i = 0; i < kSpins; ++i) {
+    if (counter_read(counter) >= target) return true;
+    relax();
+  }
+  for (;;) {
+    const int32_t seen = counter_read(counter);
+    if (seen >= target) return true;
+    const int64_t left = deadline_ns - steady_now_ns();
+    if (left <= 0) return false;
+    const int64_t nap = left < kMaxSleepNs ? left : kMaxSleepNs;
+    const timespec timeout{nap / 1'000'000'000, nap % 1'000'000'000};
+    futex(counter, FUTEX_WAIT, seen, &timeout);  // returns at once when the word is no longer `seen`
+  }
+}
+
+}  // namespace weft

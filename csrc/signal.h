@@ -1,0 +1,21 @@
+// Counters that a waiter can sleep on: 32-bit words in process or shared memory.
+#pragma once
+#include <atomic>
+#include <cstdint>
+
+namespace weft {
+
+// Adds with release order and wakes every sleeper. `wake_at` < 0 wakes on every add; otherwise only the add that
+// reaches `wake_at` makes the system call, so that a tile's signal stays one atomic instruction.
+void counter_add(int32_t* counter, int32_t value, int32_t wake_at = -1);
+
+int32_t counter_read(const int32_t* counter);
+
+// Waits until *counter >= target (acquire order). Spins briefly, then sleeps in the kernel.
+// False when `deadline` (steady-clock nanoseconds) passes first.
+bool counter_wait(const int32_t* counter, int32_t target, int64_t deadline_ns);
+
+int64_t steady_now_ns();
+int64_t deadline_after(double seconds);
+
+}  // namespace weft

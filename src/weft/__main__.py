@@ -1,0 +1,5 @@
+"""`python -m weft` is the command line."""
+
+from weft.cli import main
+
+main()

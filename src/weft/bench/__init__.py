@@ -1,0 +1,42 @@
+"""Benchmarks: one module for each claim. Each has `NAME`, `HELP` and `run(options) -> Report`.
+
+A benchmark of another promise is one module here and one line in `BENCHMARKS`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from weft.bench.harness import Options
+    from weft.report import Report
+
+# Paths, not modules: they import torch, and the command line must start without it.
+BENCHMARKS = {"gemm": "weft.bench.gemm"}
+
+
+class Benchmark(Protocol):
+    """What a module of this package offers."""
+
+    NAME: str
+    HELP: str
+
+    def run(self, options: Options) -> Report:
+        """Measures, and returns the rows and the summary."""
+
+
+def load(name: str) -> Benchmark:
+    """The benchmark of that name.
+
+    >>> load("gem")
+    Traceback (most recent call last):
+    ...
+    ValueError: got the benchmark 'gem'; expected one of: gemm; `weft bench --list` says what each measures
+    """
+    if name not in BENCHMARKS:
+        raise ValueError(
+            f"got the benchmark {name!r}; expected one of: {', '.join(BENCHMARKS)}; "
+            f"`weft bench --list` says what each measures"
+        )
+    return cast(Benchmark, import_module(BENCHMARKS[name]))

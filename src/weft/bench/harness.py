@@ -1,0 +1,219 @@
+"""Systems measured in turns, so that a figure is a ratio within one run.
+
+A *round* gives each system one *turn*, in a new order each time. A turn repeats a short call until it lasts
+long enough to be timed. A round in which others used more than a tenth of a core is repeated, as often as
+`max_retries` allows in all; if there are still too few, the least disturbed ones count, and the measurement
+says how many.
+
+In a group of ranks every rank calls `measure` with the same case, and with `agree` set to a function that
+returns the largest of the ranks' values (an all-reduce). Then all of them make the same number of calls, keep
+the same rounds, and report the slowest rank's time. Alone, `agree` is the identity.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from rich import progress
+from rich.console import Console
+
+from weft.bench import noise
+
+FOREIGN_LIMIT = 0.1
+"""Cores. A round in which others used more is disturbed."""
+
+T = TypeVar("T")
+System = Callable[[], object]
+Agree = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks of every benchmark: `quick` means the fewest rows that fill the summary."""
+
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a benchmark: the systems that do the same work, and what the work is.
+
+    >>> Case("add", {"python": lambda: sum(range(9))}, labels={"n": 9}).labels["n"]
+    9
+    """
+
+    name: str
+    systems: Mapping[str, System]
+    labels: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds per call of each system in one round, and the cores that others used meanwhile."""
+
+    seconds: Mapping[str, float]
+    foreign: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The rounds of a case that count; `disturbed` is how many of them others disturbed."""
+
+    case: Case
+    rounds: tuple[Round, ...]
+    disturbed: int
+
+    def seconds(self, system: str) -> tuple[float, ...]:
+        """Seconds per call, one a round."""
+        return tuple(r.seconds[system] for r in self.rounds)
+
+    def median(self, system: str) -> float:
+        """The median seconds per call."""
+        return statistics.median(self.seconds(system))
+
+    def spread(self, system: str) -> float:
+        """The interquartile range over the median: half of the rounds lie within it."""
+        return relative_spread(self.seconds(system))
+
+    def ratio(self, slower: str, faster: str) -> float:
+        """How many times as long `slower` takes as `faster`, by their medians."""
+        return self.median(slower) / self.median(faster)
+
+    def row(self) -> dict[str, object]:
+        """The row of a report: the case's name and labels, and for each system its median and spread.
+
+        `{"case": ..., **labels, "torch_ms": ..., "torch_spread": ..., "disturbed": 0}`
+        """
+        row: dict[str, object] = {"case": self.case.name, **self.case.labels}
+        for system in self.case.systems:
+            row[f"{system}_ms"] = self.median(system) * 1e3
+            row[f"{system}_spread"] = self.spread(system)
+        return {**row, "disturbed": self.disturbed}
+
+
+class Meter(Protocol):
+    """What reads the CPU use; `noise.Meter` does so on Linux."""
+
+    def sample(self) -> noise.Sample:
+        """The readings of now."""
+
+
+def relative_spread(values: Sequence[float]) -> float:
+    """The interquartile range over the median; 0 for fewer than two values.
+
+    >>> relative_spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    0.6666666666666666
+    """
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def select_rounds(
+    taken: Sequence[Round], *, wanted: int, limit: float = FOREIGN_LIMIT
+) -> tuple[list[Round], int]:
+    """The rounds that count, and how many of them are disturbed: the first undisturbed ones, then the least
+    bad.
+    """
+    quiet = [r for r in taken if r.foreign <= limit][:wanted]
+    noisy = sorted((r for r in taken if r.foreign > limit), key=lambda r: r.foreign)[: wanted - len(quiet)]
+    return quiet + noisy, len(noisy)
+
+
+def measure(
+    case: Case,
+    *,
+    rounds: int = 7,
+    warmup: int = 1,
+    min_seconds: float = 0.05,
+    max_retries: int = 7,
+    seed: int = 0,
+    meter: Meter | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    agree: Agree = float,
+) -> Measurement:
+    """Times the systems of a case against each other.
+
+    `warmup` calls of each system come first and are not timed. A turn lasts at least `min_seconds`, and
+    longer where there are few systems, so that a round is long enough for its noise to be read.
+    """
+    if not case.systems or rounds < 1:
+        raise ValueError(
+            f"case {case.name!r} has {len(case.systems)} systems and rounds={rounds}; "
+            f"expected at least one of each"
+        )
+    meter = meter or noise.Meter()
+    turn_seconds = max(min_seconds, noise.SHORTEST_SECONDS / len(case.systems))
+    calls = {}
+    for name, system in case.systems.items():
+        for _ in range(warmup):
+            system()
+        calls[name] = _calls_per_turn(system, turn_seconds, clock=clock, agree=agree)
+    shuffle = random.Random(seed).sample
+    taken: list[Round] = []
+    quiet = 0
+    while quiet < rounds and len(taken) < rounds + max_retries:
+        order = shuffle(list(calls), len(calls))
+        taken.append(
+            _round(case, {name: calls[name] for name in order}, meter=meter, clock=clock, agree=agree)
+        )
+        quiet += taken[-1].foreign <= FOREIGN_LIMIT
+    kept, disturbed = select_rounds(taken, wanted=rounds)
+    return Measurement(case, tuple(kept), disturbed)
+
+
+def _calls_per_turn(system: System, turn_seconds: float, *, clock: Callable[[], float], agree: Agree) -> int:
+    """How many calls fill a turn: grows the number until the time is long enough to extrapolate from."""
+    calls = 1
+    while True:
+        seconds = agree(_time(system, calls, clock=clock))
+        enough = math.ceil(calls * turn_seconds / max(seconds, 1e-9))
+        if seconds >= turn_seconds / 2:
+            return enough
+        calls = min(enough, calls * 10)
+
+
+def _round(
+    case: Case, calls: Mapping[str, int], *, meter: Meter, clock: Callable[[], float], agree: Agree
+) -> Round:
+    """One turn of each system, in the order of `calls`."""
+    before = meter.sample()
+    seconds = {}
+    for name, count in calls.items():
+        agree(0.0)  # ranks start together
+        seconds[name] = agree(_time(case.systems[name], count, clock=clock)) / count
+    return Round(seconds, agree(noise.foreign_cores(before, meter.sample())))
+
+
+def _time(system: System, calls: int, *, clock: Callable[[], float]) -> float:
+    """Seconds of `calls` calls, without Python's garbage collector, which would strike at random."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        start = clock()
+        for _ in range(calls):
+            system()
+        return clock() - start
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def track(items: Iterable[T], *, title: str, total: int | None = None) -> Iterable[T]:
+    """The items, with a progress bar on stderr while they are gone through; without one if that is no
+    terminal.
+
+    `for case in track(cases, title="gemm"): measure(case)`
+    """
+    console = Console(stderr=True)
+    return progress.track(
+        items, title, total=total, console=console, transient=True, disable=not console.is_terminal
+    )

@@ -1,0 +1,42 @@
+"""What every wait for a peer needs: a deadline, and an error for a peer that is gone before it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from weft.errors import WeftError
+
+
+class PeerLost(WeftError):
+    """The connection to another rank is closed: it died, or gave up first. The message names the rank and the
+    wait.
+    """
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """`seconds` from the moment it was made; several waits of one operation count down the same one.
+
+    >>> deadline = Deadline.after(30.0)
+    >>> 0.0 < deadline.left() <= 30.0
+    True
+    """
+
+    seconds: float
+    end: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """The deadline `seconds` from now; the clock is the one that `time.monotonic` reads."""
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ValueError(
+                f"timeout is {seconds!r}, expected a finite number of seconds above 0; "
+                "every wait in weft ends: give a large number instead of infinity"
+            )
+        return cls(seconds=seconds, end=time.monotonic() + seconds)
+
+    def left(self) -> float:
+        """Seconds until the deadline; 0.0 when it has passed."""
+        return max(0.0, self.end - time.monotonic())

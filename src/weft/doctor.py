@@ -1,0 +1,192 @@
+"""What this machine has for weft, one line each, and the remedy where something is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Literal
+
+from weft.timeline.text import format_bytes
+
+Status = Literal["ok", "missing", "broken"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: `missing` is something optional that is not there, `broken` something that weft cannot do
+    without.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def examine() -> list[Check]:
+    """All checks, in the order in which they are shown."""
+    return [check() for check in CHECKS]
+
+
+def is_healthy(checks: Sequence[Check]) -> bool:
+    """Whether nothing that is required is broken."""
+    return all(check.status != "broken" for check in checks)
+
+
+def render(checks: Sequence[Check]) -> str:
+    """One line a check, with the remedy after an arrow.
+
+    >>> print(render([Check("tc", "missing", "not found", "install iproute2"), Check("torch", "ok", "2.6")]))
+    missing  tc     not found -> install iproute2
+    ok       torch  2.6
+    """
+    status, name = max(len(c.status) for c in checks), max(len(c.name) for c in checks)
+    remedies = [f" -> {c.remedy}" if c.remedy else "" for c in checks]
+    return "\n".join(
+        f"{c.status:<{status}}  {c.name:<{name}}  {c.detail}{remedy}"
+        for c, remedy in zip(checks, remedies, strict=True)
+    )
+
+
+def _python() -> Check:
+    return Check("python", "ok", platform.python_version())
+
+
+def _cpu() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    return Check("cpu", "ok", f"{platform.machine()}, {cores} cores that this process may use")
+
+
+def _native_core() -> Check:
+    try:
+        from weft import _core
+    except ImportError as e:
+        remedy = "install weft from a wheel, or from source with a C++20 compiler: pip install ."
+        return Check("native core", "broken", f"cannot be imported: {e}", remedy)
+    chosen, *slower = _core.available_isas()
+    rest = f" (could also run {', '.join(slower)})" if slower else ""
+    return Check("native core", "ok", f"runs {chosen}{rest}; cpu features {' '.join(_core.cpu_features())}")
+
+
+def _torch() -> Check:
+    try:
+        import torch
+    except ImportError as e:
+        return Check("torch", "broken", f"cannot be imported: {e}", "pip install 'torch>=2.6'")
+    return Check("torch", "ok", torch.__version__)
+
+
+def _backends() -> Check:
+    """Which communication libraries torch was built with; any one will do."""
+    try:
+        import torch.distributed as dist
+    except ImportError as e:
+        return Check("process groups", "broken", f"cannot be imported: {e}", "pip install 'torch>=2.6'")
+    if not dist.is_available():
+        return Check(
+            "process groups", "broken", "this torch has none", "install a torch built with USE_DISTRIBUTED=1"
+        )
+    found = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "ucc": dist.is_ucc_available(),
+    }
+    have = [name for name, there in found.items() if there]
+    lack = [name for name, there in found.items() if not there]
+    without = f"; without {', '.join(lack)}" if lack else ""
+    if not have:
+        return Check(
+            "process groups", "broken", "no backend", "install a torch built with gloo, nccl, mpi or ucc"
+        )
+    return Check("process groups", "ok", ", ".join(have) + without)
+
+
+def _threads() -> Check:
+    try:
+        import torch
+    except ImportError:
+        return Check("threads", "missing", "torch cannot be imported")
+    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    if threads > cores:
+        remedy = f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}"
+        return Check("threads", "missing", f"torch would use {threads} on {cores} cores", remedy)
+    return Check("threads", "ok", f"torch uses {threads} of {cores} cores")
+
+
+def _namespaces() -> Check:
+    from weft.lab.doctor import namespaces_available
+
+    raise NotImplementedError
+
+
+def _link_tools() -> Check:
+    lack = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if lack:
+        remedy = "install iproute2 (apt install iproute2); the lab needs it"
+        return Check("ip and tc", "missing", f"no {' and no '.join(lack)} on the path", remedy)
+    return Check("ip and tc", "ok", "found")
+
+
+def _shared_memory() -> Check:
+    try:
+        os.close(os.memfd_create("weft-doctor"))
+        memfd = "memfd works"
+    except OSError as e:
+        return Check(
+            "shared memory",
+            "broken",
+            f"memfd_create: {e}",
+            "allow memfd_create in the sandbox's seccomp profile",
+        )
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return Check("shared memory", "missing", f"{memfd}; no /dev/shm", "mount a tmpfs at /dev/shm")
+    free, size = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+    return Check(
+        "shared memory", "ok", f"{memfd}; /dev/shm has {format_bytes(free)} free of {format_bytes(size)}"
+    )
+
+
+def _cuda() -> Check:
+    try:
+        import torch
+    except ImportError:
+        return Check("cuda", "missing", "torch cannot be imported")
+    if not torch.cuda.is_available():
+        return Check("cuda", "missing", "none; weft runs on the CPU")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Check("cuda", "ok", f"{torch.version.cuda}: {', '.join(names)}")
+
+
+def _triton() -> Check:
+    if importlib.util.find_spec("triton") is None:
+        return Check(
+            "triton", "missing", "not installed; only GPU kernels need it", "pip install 'weft[triton]'"
+        )
+    return Check("triton", "ok", metadata.version("triton"))
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    _python,
+    _cpu,
+    _native_core,
+    _torch,
+    _backends,
+    _threads,
+    _namespaces,
+    _link_tools,
+    _shared_memory,
+    _cuda,
+    _triton,
+)

@@ -1,0 +1,41 @@
+"""The few errors that weft names; everything else is a `ValueError` that says got, expected and the remedy."""
+
+from __future__ import annotations
+
+
+class WeftError(RuntimeError):
+    """The base of all named errors, so that one `except` catches them."""
+
+
+class PeerTimeout(WeftError, TimeoutError):
+    """A wait for another rank or thread ran past its deadline.
+
+    >>> raise PeerTimeout("group 3 of matmul_reduce_scatter from rank 1", seconds=30.0)
+    Traceback (most recent call last):
+    ...
+    weft.errors.PeerTimeout: waited 30 s for group 3 of matmul_reduce_scatter from rank 1
+    """
+
+    def __init__(self, what: str, *, seconds: float) -> None:
+        super().__init__(f"waited {seconds:g} s for {what}")
+        self.what = what
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_peer_timeout, (self.what, self.seconds))
+
+
+def _peer_timeout(what: str, seconds: float) -> PeerTimeout:
+    return PeerTimeout(what, seconds=seconds)
+
+
+class PeerMismatch(WeftError):
+    """Ranks were about to do different things; the message names both sides. No byte has moved."""
+
+
+class RankFailed(WeftError):
+    """A rank of a lab raised, died or was killed; the message carries its own traceback."""
+
+
+class LabUnavailable(WeftError):
+    """This machine cannot make a lab of network namespaces; the message says what is missing and the remedy."""

@@ -1,0 +1,22 @@
+"""Events on lanes: what a plan predicts and what a run did, as one type.
+
+`Timeline` is a frozen value. It prints (`text`), is saved and loaded as Chrome trace JSON, and sums itself up
+(`summary`). `weft.tracing` records one; `weft.timeline.clocks` merges those of the ranks; `weft.report` draws
+them as SVG and HTML.
+"""
+
+from weft.timeline.event import KINDS, Event, Kind
+from weft.timeline.summary import Baseline, LaneSummary, Summary, exposed_seconds, overlap_efficiency
+from weft.timeline.value import Timeline
+
+__all__ = [
+    "KINDS",
+    "Baseline",
+    "Event",
+    "Kind",
+    "LaneSummary",
+    "Summary",
+    "Timeline",
+    "exposed_seconds",
+    "overlap_efficiency",
+]

@@ -1,0 +1,149 @@
+"""Recording what the executors do.
+
+A user writes
+
+    with weft.trace() as t:
+        y = weft.matmul_reduce_scatter(x, w, group=group)
+    print(t.summary())
+    t.save("trace.json")
+
+and an executor, where it is cheap enough to open a span,
+
+    with tracing.span("compute", "matmul", lane="compute", flops=2 * M * N * K):
+        ...
+
+or on a hot path, or where a thread of its own does the work,
+
+    recorder = tracing.current()            # once, when the op starts, on the caller's thread
+    ...
+    if recorder is not None:                # on any thread
+        recorder.add("send", f"group {i}", lane="comm", start=start, end=tracing.now(), bytes=n)
+
+The recorder is found through a context variable, which a new thread does not inherit: whoever starts a thread
+hands the recorder over, as above (or starts it with `contextvars.copy_context().run`). Without a trace,
+`span` and `current` cost one read of that variable.
+
+Traces nest: what an inner trace records, the traces around it record too, so that measuring a part never
+takes it away from the whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.timeline import Baseline, Event, Kind, Summary, Timeline
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Seconds of the monotonic clock, which all processes of one machine share, and which the native core reads
+# too.
+now = time.perf_counter
+
+_Record = tuple[str, Kind, str, float, float, int | None, float | None]
+_current: ContextVar[Trace | None] = ContextVar("weft_trace", default=None)
+_OFF = nullcontext()
+
+
+class Trace:
+    """The recorder of one `weft.trace()` block. Threads may add to it at the same time.
+
+    An event that a thread adds after the block has ended is kept: `timeline` is a snapshot of all there is so
+    far.
+    """
+
+    def __init__(self, *, name: str = "", around: Trace | None = None) -> None:
+        self.name = name
+        self._around = around
+        # Plain tuples: checking and freezing an event costs more than the append, and can wait until it is
+        # looked at. `list.append` is atomic, with the GIL and without it.
+        self._records: list[_Record] = []
+
+    def add(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        lane: str,
+        start: float,
+        end: float,
+        bytes: int | None = None,
+        flops: float | None = None,
+    ) -> None:
+        """Records one event; `start` and `end` are from `tracing.now`."""
+        record = (lane, kind, name, start, end, bytes, flops)
+        recorder: Trace | None = self
+        while recorder is not None:
+            recorder._records.append(record)
+            recorder = recorder._around
+
+    @contextmanager
+    def span(
+        self, kind: Kind, name: str, *, lane: str, bytes: int | None = None, flops: float | None = None
+    ) -> Iterator[None]:
+        """Records the block as one event, also when it raises: where a run broke is what a trace is looked at
+        for.
+        """
+        start = now()
+        try:
+            yield
+        finally:
+            self.add(kind, name, lane=lane, start=start, end=now(), bytes=bytes, flops=flops)
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was recorded so far."""
+        return Timeline((Event(*record) for record in tuple(self._records)), name=self.name)
+
+    def summary(self, baseline: Baseline | None = None) -> Summary:
+        """`timeline.summary(baseline)`: busy, waiting and overlapped time."""
+        return self.timeline.summary(baseline)
+
+    def save(self, path: str | Path) -> None:
+        """`timeline.save(path)`: Chrome trace JSON, which Perfetto opens."""
+        self.timeline.save(path)
+
+    def gather(self, *, group: ProcessGroup, device: str = "cpu") -> Timeline:
+        """The timelines of all ranks of a group on one clock; every rank must call it, and every rank gets
+        it.
+        """
+        from weft.timeline import clocks
+
+        return clocks.gather(self.timeline, group=group, device=device)
+
+
+@contextmanager
+def trace(*, name: str = "") -> Iterator[Trace]:
+    """Records what weft does in this block.
+
+    >>> with trace() as t, span("other", "nap", lane="main"):
+    ...     time.sleep(0.001)
+    >>> t.timeline.lanes
+    ('main',)
+    """
+    recorder = Trace(name=name, around=_current.get())
+    token = _current.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _current.reset(token)
+
+
+def current() -> Trace | None:
+    """The recorder of the innermost trace that is open here; None when nothing is recorded."""
+    return _current.get()
+
+
+def span(
+    kind: Kind, name: str, *, lane: str, bytes: int | None = None, flops: float | None = None
+) -> AbstractContextManager[None]:
+    """A block that is recorded as one event if a trace is open, and costs nothing to speak of if none is."""
+    recorder = _current.get()
+    if recorder is None:
+        return _OFF
+    return recorder.span(kind, name, lane=lane, bytes=bytes, flops=flops)

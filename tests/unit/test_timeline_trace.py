@@ -1,0 +1,123 @@
+"""weft.trace(): nesting, threads, errors, and next to no cost when off."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from weft import tracing
+from weft.timeline import Timeline
+
+
+def test_a_trace_records_spans_and_added_events(tmp_path: Path) -> None:
+    with tracing.trace(name="run") as t:
+        with tracing.span("compute", "matmul", lane="compute", flops=8):
+            pass
+        recorder = tracing.current()
+        assert recorder is t
+        recorder.add("send", "group 0", lane="comm", start=1.0, end=2.0, bytes=4)
+    by_name = {e.name: e for e in t.timeline.events}
+    assert (by_name["matmul"].kind, by_name["matmul"].lane, by_name["matmul"].flops) == (
+        "compute",
+        "compute",
+        8,
+    )
+    assert (by_name["group 0"].seconds, by_name["group 0"].bytes) == (1.0, 4)
+    assert {lane.lane for lane in t.summary().lanes} == {"compute", "comm"}
+    t.save(tmp_path / "trace.json")
+    assert Timeline.load(tmp_path / "trace.json") == t.timeline
+    assert t.timeline.name == "run"
+
+
+def test_without_a_trace_nothing_is_recorded_and_nothing_is_built() -> None:
+    assert tracing.current() is None
+    first: AbstractContextManager[None] = tracing.span("compute", "a", lane="x")
+    assert first is tracing.span("send", "b", lane="y"), "off, every span is the same empty one"
+    with first, first:
+        pass
+
+
+def test_a_trace_ends_with_its_block_also_when_it_raises() -> None:
+    with (
+        pytest.raises(RuntimeError, match="broken"),
+        tracing.trace() as t,
+        tracing.span("compute", "matmul", lane="compute"),
+    ):
+        raise RuntimeError("broken")
+    assert tracing.current() is None
+    assert [e.name for e in t.timeline.events] == ["matmul"]
+
+
+def test_what_an_inner_trace_records_the_outer_one_records_too() -> None:
+    with tracing.trace() as outer:
+        with tracing.span("other", "before", lane="x"):
+            pass
+        with tracing.trace() as inner, tracing.span("other", "within", lane="x"):
+            pass
+        with tracing.span("other", "after", lane="x"):
+            pass
+    assert [e.name for e in inner.timeline.events] == ["within"]
+    assert [e.name for e in outer.timeline.events] == ["before", "within", "after"]
+
+
+def test_threads_add_to_the_recorder_that_they_are_handed() -> None:
+    threads, each = 8, 500
+
+    def work(recorder: tracing.Trace, number: int) -> None:
+        assert tracing.current() is None, "a new thread does not inherit the trace; it is handed over"
+        for i in range(each):
+            recorder.add("send", f"{number}.{i}", lane=f"thread {number}", start=float(i), end=i + 1.0)
+
+    with tracing.trace() as outer, tracing.trace() as inner:
+        recorder = tracing.current()
+        assert recorder is inner
+        workers = [threading.Thread(target=work, args=(recorder, n)) for n in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    expected = {f"{n}.{i}" for n in range(threads) for i in range(each)}
+    for trace in (inner, outer):
+        assert len(trace.timeline.events) == threads * each
+        assert {e.name for e in trace.timeline.events} == expected
+
+
+def test_a_thread_that_runs_in_a_copy_of_the_context_sees_the_trace() -> None:
+    def work() -> None:
+        with tracing.span("recv", "group 1", lane="comm"):
+            pass
+
+    with tracing.trace() as t:
+        worker = threading.Thread(target=contextvars.copy_context().run, args=(work,))
+        worker.start()
+        worker.join()
+    assert [e.name for e in t.timeline.events] == ["group 1"]
+
+
+def test_traces_of_two_threads_are_apart() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with tracing.trace():
+            inside.set()
+            assert done.wait(30)
+
+    worker = threading.Thread(target=other)
+    worker.start()
+    assert inside.wait(30)
+    try:
+        assert tracing.current() is None
+    finally:
+        done.set()
+        worker.join()
+
+
+def test_an_event_that_comes_late_is_kept() -> None:
+    with tracing.trace() as t:
+        pass
+    t.add("send", "late", lane="comm", start=0.0, end=1.0)
+    assert [e.name for e in t.timeline.events] == ["late"]
