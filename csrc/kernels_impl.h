@@ -94,7 +94,7 @@ inline vec erf(vec x) {
   const vec top = splat(4.0f);
   const vec small = x * horner(x * x, near);
   const vec large = splat(1.0f) - exp(horner(a > top ? top : a, far));
-  return a < splat(1.0f) ? small : (x < splat(0.0f) ? -large : large) + (x - x);  // x - x carries NaN
+  return a < splat(1.0f) ? small : (x < splat(0.0f) ? -large : large);
 }
 
 inline vec sigmoid_times(vec x, vec u) { return x / (splat(1.0f) + exp(-u)); }  // x * sigmoid(u)

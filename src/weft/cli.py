@@ -118,11 +118,16 @@ def bench(
 
 @lab_app.command("check")
 def lab_check(
-    hosts: Annotated[int, typer.Option(help="How many hosts.", min=2)] = 2,
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
     gbps: Annotated[float, typer.Option(help="The rate of each host's card, Gbit/s.")] = 1.0,
 ) -> None:
     """Start a lab, and measure whether its links carry what they should."""
-    from weft.lab import check
+    from weft.lab.check import check, render
+
+    result = check(hosts=hosts, gbps=gbps)
+    _console().print(render(result))
+    if not result.ok:
+        raise typer.Exit(1)
 
 
 @trace_app.command("show")
@@ -134,14 +139,14 @@ def trace_show(
     """Draw saved traces and sum them up."""
     from weft.report import timeline_page
     from weft.timeline import Timeline
-    from weft.timeline.text import draw
+    from weft.timeline.text import draw, printable
 
     _check_writable(html_file)
     timelines = [Timeline.load(file) for file in files]
     named = [t if t.name else Timeline(t.events, name=f.name) for t, f in zip(timelines, files, strict=True)]
     typer.echo(draw([(t.name, t.events) for t in named], width=width or _console().width))
     for timeline in named:
-        typer.echo(f"\n{timeline.name}\n{timeline.summary()}")
+        typer.echo(f"\n{printable(timeline.name)}\n{timeline.summary()}")
     _write(html_file, timeline_page(named, title=", ".join(t.name for t in named)))
 
 
@@ -150,7 +155,7 @@ def demo() -> None:
     """Show in a few minutes what weft gains on this machine: one table."""
     from weft.report.demo import collect
 
-    _console().print(collect())
+    _console().print(collect(announce=lambda name: typer.echo(f"measuring {name} ...", err=True)))
 
 
 def _console() -> Console:

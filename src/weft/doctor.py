@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Literal
 
+from weft.errors import LabUnavailable
 from weft.timeline.text import format_bytes
 
 Status = Literal["ok", "missing", "broken"]
@@ -63,7 +63,13 @@ def _python() -> Check:
 
 def _cpu() -> Check:
     cores = len(os.sched_getaffinity(0))
-    return Check("cpu", "ok", f"{platform.machine()}, {cores} cores that this process may use")
+    try:
+        from weft import _core
+
+        features = f" with {' '.join(_core.cpu_features())}"
+    except ImportError:
+        features = ""  # the native core's own line says so
+    return Check("cpu", "ok", f"{platform.machine()}, {cores} cores{features}")
 
 
 def _native_core() -> Check:
@@ -72,9 +78,8 @@ def _native_core() -> Check:
     except ImportError as e:
         remedy = "install weft from a wheel, or from source with a C++20 compiler: pip install ."
         return Check("native core", "broken", f"cannot be imported: {e}", remedy)
-    chosen, *slower = _core.available_isas()
-    rest = f" (could also run {', '.join(slower)})" if slower else ""
-    return Check("native core", "ok", f"runs {chosen}{rest}; cpu features {' '.join(_core.cpu_features())}")
+    able = ", ".join(_core.available_isas())
+    return Check("native core", "ok", f"runs {_core.kernels().name}; this CPU can run {able}")
 
 
 def _torch() -> Check:
@@ -126,15 +131,17 @@ def _threads() -> Check:
 def _namespaces() -> Check:
     from weft.lab.doctor import namespaces_available
 
-    raise NotImplementedError
+    works, why = namespaces_available()
+    return Check("namespaces", "ok" if works else "missing", why)
 
 
 def _link_tools() -> Check:
-    lack = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if lack:
-        remedy = "install iproute2 (apt install iproute2); the lab needs it"
-        return Check("ip and tc", "missing", f"no {' and no '.join(lack)} on the path", remedy)
-    return Check("ip and tc", "ok", "found")
+    from weft.lab.network import find_tool
+
+    try:
+        return Check("ip and tc", "ok", f"{find_tool('ip')} and {find_tool('tc')}")
+    except LabUnavailable as error:
+        return Check("ip and tc", "missing", str(error))
 
 
 def _shared_memory() -> Check:

@@ -37,7 +37,7 @@ def test_every_rank_gets_all_timelines_on_the_clock_of_rank_0(skewed: int) -> No
     assert traces[0] == traces[1] == traces[2]
     assert merged.lanes == ("rank 0/main", "rank 1/main", "rank 2/main")
     assert merged.name == "gathered"
-    # All naps began right after one barrier, so on one clock they are close; unaligned they would be SKEW apart.
+    # All naps began after one barrier, so on one clock they are close; unaligned they would be SKEW apart.
     assert merged.seconds < SKEW / 2
     for rank, offset in enumerate(offsets):
         expected = (SKEW if skewed == 0 else 0.0) - (SKEW if skewed == rank else 0.0)

@@ -214,6 +214,13 @@ def test_text_keeps_to_its_width(own: list[Event], width: int) -> None:
     assert len(drawing) == len({e.lane for e in own})
 
 
+def test_a_name_cannot_steer_the_terminal() -> None:
+    timeline = Timeline([Event("a\x1b[2J\nb", "compute", "", 0.0, 1.0)], name="x\rx")
+    for text in (timeline.text(), str(timeline.summary())):
+        assert all(c.isprintable() or c == "\n" for c in text)
+    assert len(timeline.text().splitlines()) == 4
+
+
 def test_text_refuses_a_width_that_leaves_no_room() -> None:
     with pytest.raises(ValueError, match="got width=10; expected at least 40 columns"):
         Timeline([]).text(width=10)

@@ -53,5 +53,4 @@ def instruction_set() -> str | None:
         from weft import _core
     except ImportError:
         return None
-    isas: list[str] = _core.available_isas()
-    return isas[0]
+    return _core.kernels().name

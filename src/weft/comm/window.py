@@ -254,8 +254,8 @@ def _accept(meeting: Meeting, first: int, size: int, files: ExitStack) -> Tensor
 
 
 def _map(fd: int, size: int) -> Tensor:
-    # from_file closes its descriptor, which a mapping of the mmap module keeps for as long as it lives. But it
-    # leaks it when there is no room for the mapping: hence the trial.
+    # from_file closes its descriptor, where the mmap module keeps one for each mapping. But it leaks that
+    # descriptor when there is no room for the mapping: hence the trial.
     mmap.mmap(fd, size).close()
     try:
         return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)

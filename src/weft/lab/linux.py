@@ -31,6 +31,13 @@ def _call(name: str, *args: int | bytes) -> None:
         raise OSError(code, f"{name}: {os.strerror(code)}")
 
 
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise OSError(error.errno, f"writing {text!r} to {path}: {error.strerror}") from error
+
+
 def unshare(flags: int) -> None:
     """Moves this process into new namespaces, one for each `CLONE_NEW*` flag."""
     _call("unshare", flags)
@@ -73,9 +80,9 @@ def isolate() -> None:
     except PermissionError:
         user, group = os.geteuid(), os.getegid()
         unshare(flags | CLONE_NEWUSER)
-        Path("/proc/self/setgroups").write_text("deny")  # the kernel asks for this before a gid_map
-        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        _write("/proc/self/setgroups", "deny")  # the kernel asks for this before a gid_map
+        _write("/proc/self/uid_map", f"0 {user} 1")
+        _write("/proc/self/gid_map", f"0 {group} 1")
     mount("none", "/", "", MS_REC | MS_PRIVATE)  # no mount made from here on shows outside
 
 

@@ -81,7 +81,7 @@ def address(host: int) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """Lines for one `ip -batch` or `tc -batch` (or values for /proc/sys, as `path value`) in one namespace."""
+    """Lines for one `ip -batch` or `tc -batch`, or settings for /proc/sys/net, in one namespace."""
 
     host: int  # -1 is the switch
     tool: str  # "ip", "tc" or "sysctl"
@@ -150,12 +150,41 @@ def find_tool(name: str) -> str:
     return path
 
 
-def build(hosts: int, gbps: float) -> tuple[int, ...]:
-    """Makes the namespaces and links; returns one open file descriptor for each host's namespace.
+def enter(hosts: int, gbps: float) -> tuple[int, ...]:
+    """Takes this process out of the machine's network, /dev/shm and /etc/hosts, into those of a new lab.
 
-    The calling process must have called `linux.isolate`; the network namespace that it is in becomes the
-    switch, and it stays in that.
+    Returns an open file descriptor for each host's network namespace; the process itself is in the switch's.
+    There is no way back: the lab is there until this process and its children are gone.
     """
+    try:
+        linux.isolate()
+        linux.mount("tmpfs", "/dev/shm", "tmpfs", options="mode=1777")
+        _name_hosts(hosts)
+        return _build(hosts, gbps)
+    except OSError as error:
+        raise LabUnavailable(
+            f"this machine does not let us make namespaces ({error}). A lab with rate-limited links needs "
+            "root (in a container: CAP_SYS_ADMIN and CAP_NET_ADMIN), or unprivileged user namespaces "
+            "(sysctl user.max_user_namespaces above 0; on Ubuntu also "
+            "kernel.apparmor_restrict_unprivileged_userns=0). "
+            "Allow one of them, or pass gbps=None for plain loopback."
+        ) from error
+
+
+def _name_hosts(hosts: int) -> None:
+    """Names the hosts host0, host1, ...: torch looks up its peers' names, and there is no DNS in here.
+
+    It does so by IPv4 addresses that are written as IPv6 ones, hence the second line for each host.
+    """
+    lines = Path("/etc/hosts").read_text().splitlines()
+    for host in range(hosts):
+        lines += [f"{prefix}{address(host)} host{host}" for prefix in ("", "::ffff:")]
+    file = Path("/dev/shm/hosts")
+    file.write_text("\n".join([*lines, ""]))
+    linux.mount(str(file), "/etc/hosts", "", linux.MS_BIND)
+
+
+def _build(hosts: int, gbps: float) -> tuple[int, ...]:
     switch = linux.open_network()
     namespaces = []
     for _ in range(hosts):

@@ -79,7 +79,7 @@ def _failed_text(cause: Ending, endings: Sequence[Ending], run: Run) -> str:
     others = [ending for ending in endings if ending is not cause and ending.how is not How.RETURNED]
     if others:
         lines.append(f"{len(others)} of the other ranks ended after it:")
-        lines += [f"  {run.who(ending.rank)} {ending.how.value}: {ending.summary}" for ending in others]
+        lines += [f"  {run.who(ending.rank)} {ending.how.value}: {ending.summary:.200}" for ending in others]
     return "\n".join(lines)
 
 

@@ -95,8 +95,13 @@ def _run(spec: Spec, job: Job, seat: Seat) -> Ending:
         function, args = pickle.loads(job.payload)
         result = function(_connect(spec, seat, job.run.timeout), *args)
         data = pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank too, and the caller must know
-        return Ending(seat.rank, How.RAISED, time.monotonic(), _one_line(error), traceback.format_exc())
+    except (
+        BaseException
+    ) as error:  # SystemExit and KeyboardInterrupt end a rank too, and the caller must know
+        seconds = time.monotonic()
+        outside = error.__traceback__ and error.__traceback__.tb_next  # this very function is no news
+        detail = "".join(traceback.format_exception(type(error), error, outside))
+        return Ending(seat.rank, How.RAISED, seconds, _one_line(error), detail)
     return Ending(seat.rank, How.RETURNED, time.monotonic(), data=data)
 
 
@@ -123,7 +128,7 @@ def _connect(spec: Spec, seat: Seat, timeout: float) -> Rank:
     # (`dist.new_group`, a mesh's): those take no device, and would look up this machine's host name.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if seat.network is None else "eth0"
     limit = timedelta(seconds=timeout)
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1" if seat.network is None else network.address(0),
         seat.port,
         spec.world,

@@ -31,13 +31,13 @@ class Spec:
                 raise ValueError(f"{what} is {value!r}; expected a whole number, at least 1")
         if self.hosts > MAX_HOSTS and self.gbps is not None:
             raise ValueError(
-                f"hosts is {self.hosts}; the lab's switch has {MAX_HOSTS} addresses (10.77.0.1 to 10.77.0.254). "
+                f"hosts is {self.hosts}; the lab's switch has {MAX_HOSTS} addresses (10.77.0.0/24). "
                 "Use fewer hosts with more devices each, or gbps=None for plain loopback"
             )
         if self.gbps is not None and not _is_rate(self.gbps):
             raise ValueError(
-                f"gbps is {self.gbps!r}; expected a rate in Gbit/s from {MIN_GBPS:g} to {MAX_GBPS:g}, or None "
-                "for plain loopback without rate limits"
+                f"gbps is {self.gbps!r}; expected a rate in Gbit/s from {MIN_GBPS:g} to {MAX_GBPS:g}, or "
+                "None for plain loopback without rate limits"
             )
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
             raise ValueError(

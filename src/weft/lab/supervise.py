@@ -7,10 +7,12 @@ import selectors
 import shutil
 import signal
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -20,16 +22,22 @@ from weft.lab.rank import STACKS_SIGNAL, Seat, rank_main
 from weft.lab.spec import Job, Spec
 
 GRACE = 2.0
-"""Seconds that ranks have after another's failure to raise by themselves, and after the end to exit."""
+"""Seconds that ranks have to raise by themselves after another's failure, and to exit after the end."""
+
+_STACKS_WAIT = 2.0  # for the stacks of hanging ranks; one that is stopped (SIGSTOP) never writes them
 
 
-class CallerGone(Exception):
+class CallerGoneError(Exception):
     """The process that asked for the run has closed its end: nobody waits for the answer."""
 
 
 @dataclass
 class _Process:
-    """A forked rank. `ending` is None while it runs."""
+    """A forked rank. `ending` is None until it is known.
+
+    heard:  nothing more will be read from `reports`
+    exited: it is gone and reaped
+    """
 
     rank: int
     pid: int
@@ -37,31 +45,51 @@ class _Process:
     reports: Connection
     stacks: int
     ending: Ending | None = None
-    said: Ending | None = field(default=None, repr=False)
+    heard: bool = False
+    exited: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.ending is not None and self.ending.how in (How.RAISED, How.DIED)
+
+    def stack(self) -> str:
+        return os.pread(self.stacks, 1 << 20, 0).decode(errors="replace")
 
     def close(self) -> None:
-        for fd in (self.pidfd, self.stacks):
-            os.close(fd)
+        os.close(self.pidfd)
+        os.close(self.stacks)
         self.reports.close()
 
 
 def run_job(spec: Spec, job: Job, namespaces: Sequence[int], control: Connection) -> list[Ending]:
-    """The endings of all ranks, in the order of ranks. Raises CallerGone when `control` closes meanwhile."""
-    start = time.monotonic()
+    """The endings of all ranks, by rank. Raises CallerGoneError when `control` closes meanwhile."""
+    deadline = time.monotonic() + job.run.timeout
     memories = _make_memories(spec)
     processes: list[_Process] = []
     try:
         with _listen(namespaces) as store:
             for rank in range(spec.world):
-                processes.append(_fork(spec, job, rank, namespaces, memories, store, control, processes))
-        _watch(processes, control, start + job.run.timeout)
+                host = rank // spec.devices
+                ours, theirs = Pipe()
+                seat = Seat(
+                    rank=rank,
+                    network=namespaces[host] if namespaces else None,
+                    memory=memories[host] if memories else None,
+                    store=store.fileno(),
+                    port=store.getsockname()[1],
+                    reports=theirs,
+                    stacks=os.memfd_create("weft-lab-stacks"),
+                )
+                not_theirs = [control, ours, *(process.reports for process in processes)]
+                processes.append(_fork(spec, job, seat, ours, not_theirs, store))
+        _Watch(processes, control).until_ended(deadline)
         return [process.ending for process in processes if process.ending is not None]
     finally:
         linux.kill_children()
         for process in processes:
             process.close()
         for memory in memories:
-            shutil.rmtree(memory, ignore_errors=True)
+            shutil.rmtree(memory)
 
 
 def _make_memories(spec: Spec) -> list[str]:
@@ -71,5 +99,131 @@ def _make_memories(spec: Spec) -> list[str]:
     memories = [f"/dev/shm/host{host}" for host in range(spec.hosts)]
     for memory in memories:
         os.mkdir(memory)
-        os.chmod(memory, 0o1777)
+        os.chmod(memory, 0o1777)  # what /dev/shm has
     return memories
+
+
+def _listen(namespaces: Sequence[int]) -> socket.socket:
+    """The rendezvous' listening socket on host 0. It exists before any rank does, so none has to retry."""
+    if not namespaces:
+        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    with linux.inside(namespaces[0]):
+        return socket.create_server((network.address(0), 0), backlog=1024)
+
+
+def _fork(
+    spec: Spec, job: Job, seat: Seat, ours: Connection, not_theirs: list[Connection], store: socket.socket
+) -> _Process:
+    sys.stdout.flush()  # or the rank would print it once more
+    zygote = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for connection in not_theirs:
+                connection.close()
+            if seat.rank != 0:
+                store.close()  # so that it closes with rank 0
+            rank_main(spec, job, seat, zygote)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    seat.reports.close()
+    return _Process(seat.rank, pid, os.pidfd_open(pid), ours, seat.stacks)
+
+
+class _Watch:
+    """The loop over what the ranks report and how their processes end."""
+
+    def __init__(self, processes: Sequence[_Process], control: Connection) -> None:
+        self.processes = processes
+        self.control = control
+        self.seen = time.monotonic()  # every process without an ending was alive at this time
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(control, selectors.EVENT_READ)
+        for process in processes:
+            self.selector.register(process.reports, selectors.EVENT_READ, process)
+            self.selector.register(process.pidfd, selectors.EVENT_READ, process)
+
+    def until_ended(self, deadline: float) -> None:
+        """Returns when every process has an ending: its own, or the one that its time being over gave it."""
+        with self.selector:
+            failed = False
+            while any(process.ending is None for process in self.processes):
+                if not self._next_events(deadline):
+                    self._give_up(How.STOPPED if failed else How.STUCK)
+                if not failed and any(process.failed for process in self.processes):
+                    failed = True
+                    deadline = time.monotonic() + GRACE
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Tells those that wait to exit, and gives them and those that raised the time to do so."""
+        going = [process for process in self.processes if not process.exited]
+        for process in going:
+            if process.ending is not None and process.ending.how is How.RETURNED:
+                with suppress(OSError):  # it may have died just now
+                    process.reports.send(None)
+        deadline = time.monotonic() + GRACE
+        while not all(process.exited for process in going) and self._next_events(deadline):
+            pass
+
+    def _next_events(self, deadline: float) -> bool:
+        """Waits for something to happen and takes note of it; False when nothing did until the deadline."""
+        if not self.selector.select(max(0.0, deadline - time.monotonic())):
+            return False
+        # Asked again after the clock was read, and not before: whoever is not in this answer was certainly
+        # alive at `now`, however long the scheduler kept us waiting in between.
+        now = time.monotonic()
+        for key, _ in self.selector.select(0):
+            if key.fileobj is self.control:
+                raise CallerGoneError
+            process: _Process = key.data
+            if key.fileobj is process.reports:
+                self._hear(process)
+            else:
+                self._bury(process)
+        self.seen = now
+        return True
+
+    def _hear(self, process: _Process) -> None:
+        with suppress(EOFError, OSError):  # it is dying: how, its pidfd will tell
+            process.ending = process.reports.recv()
+        process.heard = True
+        self.selector.unregister(process.reports)
+
+    def _bury(self, process: _Process) -> None:
+        self.selector.unregister(process.pidfd)
+        process.exited = True
+        if not process.heard and process.reports.poll():
+            self._hear(process)  # its last word came with its death
+        _, status = os.waitpid(process.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if process.ending is None or (code != 0 and process.ending.how is How.RETURNED):
+            summary = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+            if process.ending is not None:
+                summary += " after it had returned"
+            process.ending = Ending(process.rank, How.DIED, self.seen, summary, process.stack())
+
+    def _give_up(self, how: How) -> None:
+        running = [process for process in self.processes if process.ending is None]
+        if how is How.STUCK:
+            _ask_for_stacks(running)
+        for process in running:
+            detail = process.stack() or "  no stack: the process did not answer"
+            process.ending = Ending(process.rank, how, time.monotonic(), "it was still running", detail)
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def _ask_for_stacks(processes: Sequence[_Process]) -> None:
+    """Has every process write its stacks, and waits until all have, or until one clearly will not."""
+    for process in processes:
+        os.kill(process.pid, STACKS_SIGNAL)
+    deadline = time.monotonic() + _STACKS_WAIT
+    before: list[str] = []
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = [process.stack() for process in processes]
+        if all(now) and now == before:
+            return
+        before = now

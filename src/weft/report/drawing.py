@@ -6,6 +6,7 @@ Several timelines are stacked on one time axis, each from its own start: a predi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -58,7 +59,7 @@ def timeline_svg(timelines: Sequence[Timeline]) -> str:
     bars, y = [], 0.0
     for timeline in timelines:
         if timeline.name:
-            bars.append(f'<text class="heading" x="0" y="{y + 17:g}">{escape(timeline.name)}</text>')
+            bars.append(f'<text class="heading" x="0" y="{y + 17:g}">{_xml(timeline.name)}</text>')
             y += HEADING
         for lane, events in group_by_lane(timeline.events).items():
             drawn, height = _lane(lane, events, origin=timeline.start, x=margin, y=y, scale=scale)
@@ -95,14 +96,14 @@ def _lane(
     label = lane if len(lane) <= 44 else lane[:43] + "…"
     parts = [
         f'<text class="soft" x="{x - 10:g}" y="{y + height / 2 + 4:g}" text-anchor="end">'
-        f"{escape(label)}</text>",
+        f"{_xml(label)}</text>",
         f'<rect class="track" x="{x:g}" y="{y:g}" width="{WIDTH - x - 12:g}" height="{height:g}"/>',
     ]
     for event, row in zip(events, row_of, strict=True):
         left, width = x + (event.start - origin) * scale, max(event.seconds * scale, NARROWEST)
         parts.append(
             f'<rect class="e {event.kind}" x="{left:.2f}" y="{y + row * bar:.2f}" width="{width:.2f}" '
-            f'height="{bar:.2f}"><title>{escape(describe(event, origin=origin))}</title></rect>'
+            f'height="{bar:.2f}"><title>{_xml(describe(event, origin=origin))}</title></rect>'
         )
     return parts, height
 
@@ -150,3 +151,8 @@ def _legend(*, x: float, y: float) -> list[str]:
         parts.append(f'<rect class="{kind}" x="{x + 90 * i:g}" y="{y + 4:g}" width="12" height="12" rx="2"/>')
         parts.append(f'<text class="soft" x="{x + 90 * i + 18:g}" y="{y + 14:g}">{kind}</text>')
     return parts
+
+
+def _xml(text: str) -> str:
+    """Text for an element; the few characters that XML cannot hold even escaped are replaced."""
+    return escape(re.sub(r"[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text))

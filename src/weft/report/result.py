@@ -11,14 +11,30 @@ from weft.report.table import Column, Row, Table
 
 
 @dataclass(frozen=True)
+class Headline:
+    """One line of `weft demo`: what people have today, what weft gives, and the bound, in one unit.
+
+    `ratio` is how many times better weft is than today; where nothing is there today, how much of the bound
+    is reached.
+    """
+
+    what: str
+    today: float | None
+    weft: float | None
+    bound: float | None
+    unit: str
+    ratio: float | None
+
+
+@dataclass(frozen=True)
 class Report:
-    """The rows and the summary of one benchmark, and the columns in which they are shown.
+    """The rows and the summary of one benchmark, the columns in which they are shown, and its headlines if
+    any.
 
     >>> columns = [Column("case", "case"), Column("ratio", "torch / weft", form=".2f", bar=True)]
     >>> report = Report("gemm", rows=[{"case": "1x1", "ratio": 1.5}], summary={"ratio": 1.5}, columns=columns)
-    >>> report.document(machine={"cores": 2})
-    {'benchmark': 'gemm', 'machine': {'cores': 2}, 'rows': [{'case': '1x1', 'ratio': 1.5}], 'summary':
-    {'ratio': 1.5}}
+    >>> list(report.document(machine={"cores": 2}))
+    ['benchmark', 'machine', 'rows', 'summary']
     """
 
     benchmark: str
@@ -27,6 +43,7 @@ class Report:
     columns: Sequence[Column]
     title: str = ""
     notes: Sequence[str] = ()
+    headlines: Sequence[Headline] = ()
 
     def tables(self) -> list[Table]:
         """The rows, and under them the summary."""

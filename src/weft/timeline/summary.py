@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from weft.timeline.activity import Activity, group_by_lane, lane_activity, place_activity
 from weft.timeline.event import Event
 from weft.timeline.intervals import Interval, intersection, length, union
-from weft.timeline.text import align_columns, time_unit
+from weft.timeline.text import align_columns, printable, time_unit
 
 
 def exposed_seconds(seconds: float, *, matmul_seconds: float) -> float:
@@ -130,7 +130,7 @@ class Summary:
         table = [[f"lane ({unit})", "compute", "comm", "overlapped", "waiting", "busy"]]
         for x in (*self.lanes, self.total):
             seconds = (x.compute, x.communication, x.overlapped, x.waiting, x.busy)
-            table.append([x.lane, *(f"{s * factor:.3f}" for s in seconds)])
+            table.append([printable(x.lane), *(f"{s * factor:.3f}" for s in seconds)])
         return table
 
     def __str__(self) -> str:

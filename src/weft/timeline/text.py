@@ -51,6 +51,15 @@ def format_bytes(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
+def printable(text: str) -> str:
+    """The text on one line, without characters that steer a terminal: names may come from a file.
+
+    >>> printable("rank 0\\x1b[2J")
+    'rank 0?[2J'
+    """
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def tick_step(seconds: float, *, most: int) -> float:
     """The smallest step of 1, 2 or 5 times a power of ten that puts at most `most` steps in `seconds` > 0.
 
@@ -89,10 +98,10 @@ def draw(timelines: Sequence[tuple[str, Sequence[Event]]], *, width: int) -> str
     span = max((_span(events) for _, events in timelines), default=0.0)
     lines: list[str] = []
     for name, events in timelines:
-        lines += [name] if name else []
+        lines += [printable(name)] if name else []
         origin = min((e.start for e in events), default=0.0)
         for lane, own in group_by_lane(events).items():
-            label = lane if len(lane) <= margin - 2 else lane[: margin - 3] + "…"
+            label = printable(lane if len(lane) <= margin - 2 else lane[: margin - 3] + "…")
             lines.append(f"{label:<{margin}}{_cells(own, origin=origin, span=span, cells=cells)}".rstrip())
     lines.append(" " * margin + _axis(span, cells=cells))
     lines.append(" " * margin + "  ".join(f"{glyph} {kind}" for kind, glyph in GLYPHS.items()))

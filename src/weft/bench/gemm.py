@@ -1,0 +1,178 @@
+"""The native linear against torch's, on the shapes of transformers, and what its signals cost.
+
+torch is called as users call it, `F.linear(x, w)`; weft with a weight that was packed before, as a model does once.
+Both allocate their output. The machine's peak is a loop of fused multiply-adds that takes turns with the rest, so that
+a fraction of it is not spoilt by a clock that changed in between.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from weft.bench.harness import Case, Measurement, Options, measure, track
+from weft.kernels import PackedWeight, TileSchedule, Tiling, linear
+from weft.kernels.cpu import fma_peak
+from weft.report import Column, Headline, Report
+
+NAME = "gemm"
+HELP = "the native linear against torch.nn.functional.linear, float32 and bfloat16, 1 and 2 threads"
+
+SHAPES = [  # (M, K, N)
+    (2048, 1024, 4096), (512, 1024, 4096), (128, 1024, 4096), (64, 1024, 4096), (2328, 768, 768), (2328, 768, 3072),
+    (2328, 3072, 768), (300, 384, 1536), (17, 768, 768), (1, 1024, 4096), (4096, 512, 512), (1000, 1000, 1000),
+]  # fmt: skip
+QUICK_SHAPES = [(2048, 1024, 4096), (2328, 768, 768), (64, 1024, 4096), (1, 1024, 4096)]
+LARGE_M = 512  # from here on the matmul should run near the peak
+THREADS = (1, 2)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PEAK_ROUNDS = 1_000_000
+
+COLUMNS = [
+    Column("case", "M x K x N"),
+    Column("dtype", "type"),
+    Column("threads", "threads", form="d"),
+    Column("torch_ms", "torch ms", form=".3f"),
+    Column("weft_ms", "weft ms", form=".3f"),
+    Column("weft_spread", "spread", form=".0%"),
+    Column("gflops", "GFLOP/s", form=".1f"),
+    Column("peak_fraction", "of peak", form=".2f"),
+    Column("ratio", "torch / weft", form=".2f", bar=True),
+    Column("disturbed", "disturbed", form="d"),
+]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One shape, type and number of threads, measured."""
+
+    m: int
+    k: int
+    n: int
+    dtype: str
+    threads: int
+    measured: Measurement
+    peak: float  # flops a second
+
+    @property
+    def flops(self) -> float:
+        """Flops a second that weft reached."""
+        return 2 * self.m * self.k * self.n / self.measured.median("weft")
+
+    @property
+    def peak_fraction(self) -> float:
+        return self.flops / self.peak
+
+    @property
+    def ratio(self) -> float:
+        return self.measured.ratio("torch", "weft")
+
+    def row(self) -> dict[str, object]:
+        row = {key: value for key, value in self.measured.row().items() if not key.startswith("peak_")}
+        figures = {
+            "gflops": self.flops / 1e9,
+            "peak_gflops": self.peak / 1e9,
+            "peak_fraction": self.peak_fraction,
+        }
+        return {**row, **figures, "ratio": self.ratio}
+
+
+def run(options: Options) -> Report:
+    """Every shape, type and number of threads; then the same matmul with and without signals."""
+    shapes = QUICK_SHAPES if options.quick else SHAPES
+    plan = [(shape, dtype, threads) for dtype in DTYPES for threads in THREADS for shape in shapes]
+    if options.quick:  # torch's bfloat16 takes seconds for the large ones
+        plan = [row for row in plan if row[1] == "fp32" or row[0][0] < LARGE_M]
+    results = [_result(*row) for row in track(plan, title="gemm")]
+    signals = [_signal_cost(threads, rounds=11 if options.quick else 31) for threads in THREADS]
+    return Report(
+        NAME,
+        rows=[*(result.row() for result in results), *(measured.row() for measured in signals)],
+        summary=_summary(results, signals),
+        columns=COLUMNS,
+        title="linear: packed once, against torch.nn.functional.linear",
+        notes=[
+            "peak: independent fused multiply-adds, measured in turns with the rows",
+            "last rows: the same tiles with signals (weft) and without (plain)",
+        ],
+        headlines=[_headline(results)],
+    )
+
+
+def _result(shape: tuple[int, int, int], dtype: str, threads: int) -> Result:
+    m, k, n = shape
+    x, w = torch.randn(m, k).to(DTYPES[dtype]), torch.randn(n, k).to(DTYPES[dtype])
+    packed = PackedWeight.from_dense(w)
+    peaks: list[float] = []
+    case = Case(
+        f"{m} x {k} x {n}",
+        {
+            "torch": lambda: F.linear(x, w),
+            "weft": lambda: linear(x, packed, threads=threads),
+            "peak": lambda: peaks.append(fma_peak(threads=threads, rounds=PEAK_ROUNDS)),
+        },
+        labels={"m": m, "k": k, "n": n, "dtype": dtype, "threads": threads},
+    )
+    with _torch_threads(threads), torch.no_grad():
+        measured = measure(case)
+    return Result(m, k, n, dtype, threads, measured, statistics.median(peaks))
+
+
+def _signal_cost(threads: int, *, rounds: int) -> Measurement:
+    """The same tiles in the same order, with a counter bumped for each and without."""
+    m, k, n = 2048, 1024, 4096
+    x, packed = torch.randn(m, k), PackedWeight.from_dense(torch.randn(n, k))
+    tiling = Tiling(m, n, 96, 256)
+    schedule = TileSchedule(tiling, group_of=[tile * 8 // tiling.count for tile in range(tiling.count)])
+    done, out = torch.zeros(schedule.groups, dtype=torch.int32), torch.empty(m, n)
+    case = Case(
+        f"signals: {tiling.count} tiles, 8 groups",
+        {
+            "plain": lambda: linear(x, packed, out=out, schedule=schedule, threads=threads),
+            "weft": lambda: linear(x, packed, out=out, schedule=schedule, done=done, threads=threads),
+        },
+        labels={"m": m, "k": k, "n": n, "dtype": "fp32", "threads": threads},
+    )
+    return measure(case, rounds=rounds)
+
+
+def _paired_cost(measured: Measurement) -> float:
+    """The median over rounds of signalled / plain - 1: turns of one round see the same machine."""
+    return statistics.median(r.seconds["weft"] / r.seconds["plain"] for r in measured.rounds) - 1
+
+
+def _summary(results: Sequence[Result], signals: Sequence[Measurement]) -> dict[str, object]:
+    ratios = {dtype: [r.ratio for r in results if r.dtype == dtype] for dtype in DTYPES}
+    large = [r.peak_fraction for r in results if r.dtype == "fp32" and r.m >= LARGE_M]
+    return {
+        "geomean_vs_torch_fp32": statistics.geometric_mean(ratios["fp32"]),
+        "min_vs_torch_fp32": min(ratios["fp32"]),
+        "peak_fraction": min(large),
+        "peak_fraction_median": statistics.median(large),
+        "geomean_vs_torch_bf16": statistics.geometric_mean(ratios["bf16"]),
+        "min_vs_torch_bf16": min(ratios["bf16"]),
+        "signal_cost": max(_paired_cost(measured) for measured in signals),
+    }
+
+
+def _headline(results: Sequence[Result]) -> Headline:
+    """The largest float32 matmul, on all threads."""
+    result = max((r for r in results if r.dtype == "fp32"), key=lambda r: (r.threads, r.m * r.k * r.n))
+    torch_ms, weft_ms = result.measured.median("torch") * 1e3, result.measured.median("weft") * 1e3
+    what = f"matmul {result.measured.case.name}, {result.threads} threads"
+    return Headline(what, torch_ms, weft_ms, weft_ms * result.peak_fraction, "ms", result.ratio)
+
+
+@contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,166 @@
+"""The native core on torch tensors: checks what it gets, then hands addresses to C++ with the GIL released.
+
+The core never checks again, so nothing may pass here that would make it read or write out of bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from weft import _core
+from weft.errors import PeerTimeout
+from weft.kernels.tiles import Ready, TileSchedule
+
+ACTIVATIONS: dict[str | None, int] = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_MAX_THREADS = 1024
+
+
+@cache
+def isa(name: str = "") -> _core.Kernels:
+    """The kernels of an instruction set by name; the fastest that this CPU runs by default."""
+    return _core.kernels(name)
+
+
+def thread_count(threads: int) -> int:
+    """`threads`, or as many as torch uses when it is 0."""
+    if not 0 <= threads <= _MAX_THREADS:
+        raise ValueError(f"threads must be from 1 to {_MAX_THREADS}, or 0 for as many as torch uses; got {threads}")
+    return threads or torch.get_num_threads()
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    if dtype not in _DTYPES:
+        raise ValueError(f"weft computes in float32 and bfloat16, got {dtype}; convert with .float() or .bfloat16()")
+    return _DTYPES[dtype]
+
+
+def pack(w: Tensor, isa_name: str, threads: int) -> Tensor:
+    """[N, K] of any strides -> the flat packed form."""
+    kernels, code = isa(isa_name), dtype_code(w.dtype)
+    n, k = w.shape
+    packed = torch.empty(_core.packed_elements(kernels, n, k), dtype=w.dtype)
+    _core.pack(kernels, w.data_ptr(), w.stride(0), w.stride(1), code, n, k, thread_count(threads), packed.data_ptr())
+    return packed
+
+
+def unpack(packed: Tensor, n: int, k: int, isa_name: str, threads: int) -> Tensor:
+    """The flat packed form -> contiguous [N, K]."""
+    w = torch.empty(n, k, dtype=packed.dtype)
+    code = dtype_code(packed.dtype)
+    _core.unpack(isa(isa_name), packed.data_ptr(), code, n, k, thread_count(threads), w.data_ptr())
+    return w
+
+
+def _check_like(t: Tensor, name: str, shape: tuple[int, ...], x: Tensor) -> None:
+    if t.shape != shape or t.dtype != x.dtype or t.device != x.device:
+        raise ValueError(
+            f"{name} must have shape {list(shape)} and be {x.dtype} on {x.device} like x, "
+            f"got {list(t.shape)}, {t.dtype} on {t.device}"
+        )
+
+
+def _rows(t: Tensor, name: str) -> tuple[int, int]:
+    """Address and row stride of a matrix whose rows are contiguous."""
+    row, column = t.stride()
+    if column != 1 and t.shape[1] > 1:
+        raise ValueError(f"the rows of {name} must be contiguous, got strides {t.stride()}; call .contiguous()")
+    return t.data_ptr(), row
+
+
+def linear(
+    x: Tensor,
+    packed: Tensor,
+    n: int,
+    *,
+    out: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    pre: Tensor | None = None,
+    isa_name: str = "",
+    threads: int = 0,
+    schedule: TileSchedule | None = None,
+    done: Tensor | None = None,
+    ready: Ready | None = None,
+) -> None:
+    """out[M, N] = activation(x[M, K] w[N, K]^T + bias[N]) + residual[M, N]; `pre` takes the activation's input."""
+    m, k = x.shape
+    kernels, code = isa(isa_name), dtype_code(x.dtype)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {[*ACTIVATIONS]}, got {activation!r}")
+    if packed.dtype != x.dtype or packed.numel() != _core.packed_elements(kernels, n, k):
+        raise ValueError(
+            f"x of shape [{m}, {k}] and {x.dtype} needs a weight packed from [{n}, {k}] in {x.dtype} "
+            f"for {kernels.name}, got {packed.numel()} packed elements of {packed.dtype}"
+        )
+    _check_like(out, "out", (m, n), x)
+    x_rows, out_rows = _rows(x, "x"), _rows(out, "out")
+    residual_rows = pre_rows = (0, 0)
+    bias_at = 0
+    if residual is not None:
+        _check_like(residual, "residual", (m, n), x)
+        residual_rows = _rows(residual, "residual")
+    if pre is not None:
+        _check_like(pre, "pre", (m, n), x)
+        pre_rows = _rows(pre, "pre")
+    if bias is not None:
+        _check_like(bias, "bias", (n,), x)
+        bias = bias.contiguous()
+        bias_at = bias.data_ptr()
+    native = _NO_SCHEDULE if schedule is None and ready is None else _native_schedule(m, n, schedule, done, ready)
+    late = _core.linear(
+        kernels, *x_rows, packed.data_ptr(), code, m, n, k, bias_at, ACTIVATIONS[activation],
+        *residual_rows, *pre_rows, *out_rows, thread_count(threads), native,
+    )  # fmt: skip
+    if late >= 0:
+        assert ready is not None
+        raise PeerTimeout(f"{ready.what}, block {late} ({ready.rows} rows each)", seconds=ready.timeout)
+
+
+_NO_SCHEDULE = _core.Schedule()
+
+
+def _check_counters(counters: Tensor, name: str, at_least: int) -> int:
+    if counters.dtype != torch.int32 or counters.dim() != 1 or not counters.is_contiguous() or not counters.is_cpu:
+        raise ValueError(
+            f"{name} must be a flat contiguous int32 tensor on the CPU, "
+            f"got shape {list(counters.shape)}, {counters.dtype} on {counters.device}"
+        )
+    if counters.numel() < at_least:
+        raise ValueError(f"{name} needs at least {at_least} counters, got {counters.numel()}")
+    return counters.data_ptr()
+
+
+def _native_schedule(
+    m: int, n: int, schedule: TileSchedule | None, done: Tensor | None, ready: Ready | None
+) -> _core.Schedule:
+    tile_m = tile_n = order = groups = sizes = done_at = ready_at = 0
+    if schedule is not None:
+        tiling = schedule.tiling
+        if (tiling.m, tiling.n) != (m, n):
+            raise ValueError(f"the schedule is for an output [{tiling.m}, {tiling.n}], this one is [{m}, {n}]")
+        tile_m, tile_n = tiling.tile_m, tiling.tile_n
+        order = schedule.order_table.data_ptr()
+        if done is not None:
+            groups, sizes = schedule.group_table.data_ptr(), schedule.group_sizes.data_ptr()
+            done_at = _check_counters(done, "done", schedule.groups)
+    rows, value, timeout = 1, 0, 0.0
+    if ready is not None:
+        rows, value, timeout = ready.rows, ready.value, ready.timeout
+        if rows < 1:
+            raise ValueError(f"ready.rows is the number of rows that a counter covers, at least 1; got {rows}")
+        if not (math.isfinite(timeout) and timeout > 0):
+            raise ValueError(f"ready.timeout must be a finite number of seconds above 0, got {timeout}")
+        ready_at = _check_counters(ready.counters, "ready.counters", -(-m // rows))
+    return _core.Schedule(tile_m, tile_n, order, groups, sizes, done_at, ready_at, rows, value, timeout)
+
+
+def fma_peak(*, threads: int = 1, rounds: int = 2_000_000, isa_name: str = "") -> float:
+    """Flops a second of independent fused multiply-adds on `threads` threads: the machine's best, measured now."""
+    seconds, flops = _core.measure_peak(isa(isa_name), thread_count(threads), rounds)
+    return flops / seconds

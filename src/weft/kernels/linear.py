@@ -1,0 +1,248 @@
+"""`linear` on a weight that is packed once: differentiable, compilable, with fused epilogues and tile signals.
+
+    forward   z = x w^T + b         x [M, K], w [N, K], b [N]     -> z [M, N]
+              y = act(z) + r        r [M, N]                      -> y [M, N]
+    dgrad     dz = dy act'(z)       dx = dz w                     -> [M, K]
+    wgrad     dw = dz^T x  [N, K],  db = sum_rows dz  [N],  dr = dy
+
+A row of y depends on its own row of x (and r), on w and on b, and on nothing else: not on M, its place, the number of
+threads, the tiles, their order or their signals. Tests hold this with `torch.equal`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.kernels import cpu
+from weft.kernels.dispatch import kernels_for
+from weft.kernels.tiles import Ready, TileSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight [N, K] in the order in which the matmul reads it. Make it with `from_dense`, once.
+
+    `source` is the dense weight when that requires grad: it is what the gradient flows to.
+    """
+
+    data: Tensor
+    n: int
+    k: int
+    isa: str
+    source: Tensor | None = None
+    source_version: int = 0
+
+    @classmethod
+    def from_dense(cls, w: Tensor, *, isa: str = "", threads: int = 0) -> PackedWeight:
+        """Packs w [N, K], of any strides, so that `from_dense(w.t())` gives the transposed product.
+
+        >>> packed = PackedWeight.from_dense(torch.eye(3))
+        >>> torch.equal(packed.to_dense(), torch.eye(3))
+        True
+        """
+        if w.dim() != 2:
+            raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
+        data = _pack(w.detach(), isa, threads)
+        source = w if w.requires_grad else None
+        return cls(data, w.shape[0], w.shape[1], isa, source, 0 if source is None else source._version)
+
+    def to_dense(self) -> Tensor:
+        """A new contiguous tensor [N, K] with the packed values."""
+        return _unpack(self.data, self.n, self.k, self.isa, 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def __repr__(self) -> str:
+        grad = ", requires_grad" if self.source is not None else ""
+        return f"PackedWeight([{self.n}, {self.k}], {self.dtype}{grad})"
+
+
+def linear(
+    x: Tensor,
+    weight: PackedWeight,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    threads: int = 0,
+    schedule: TileSchedule | None = None,
+    done: Tensor | None = None,
+    ready: Ready | None = None,
+) -> Tensor:
+    """activation(x w^T + bias) + residual: x [..., K], w [N, K], bias [N], residual [..., N] -> [..., N].
+
+    float32, or bfloat16 with float32 sums. `activation` is None, "gelu", "gelu_tanh" or "silu". Rows of `x`,
+    `residual` and `out` may be strided. `threads=0` takes as many as torch uses.
+
+    `schedule` gives the tiles, their order and their groups; `done`, int32 counters, one a group, are bumped as tiles
+    finish, and `ready` says what tiles must wait for. These, and `out`, make the call one of the executor's: it
+    records no gradient.
+
+    >>> w = torch.randn(8, 4)
+    >>> y = linear(torch.randn(3, 4), PackedWeight.from_dense(w), bias=torch.zeros(8), activation="gelu")
+    >>> y.shape
+    torch.Size([3, 8])
+    """
+    if not isinstance(weight, PackedWeight):
+        raise ValueError(f"weight must be a PackedWeight, got {type(weight).__name__}; PackedWeight.from_dense(w)")
+    if x.dim() < 1 or x.shape[-1] != weight.k:
+        raise ValueError(f"x must have shape [..., {weight.k}] for a weight {weight!r}, got {list(x.shape)}")
+    rows = x.reshape(-1, weight.k) if x.dim() != 2 else x
+    added = residual.reshape(-1, weight.n) if residual is not None and residual.dim() != 2 else residual
+    if out is not None or schedule is not None or ready is not None or done is not None:
+        return _executor_call(x, rows, weight, bias, activation, added, out, threads, schedule, done, ready)
+    if _is_plain(x, weight.source, bias, residual):
+        y = x.new_empty(rows.shape[0], weight.n)
+        _run(rows, weight.data, weight.n, weight.isa, y, None, bias, activation, added, threads)
+    else:
+        keep = activation is not None and torch.is_grad_enabled()
+        y, _ = _op(rows, weight.data, _fresh(weight), bias, added, activation, weight.n, weight.isa, threads, keep)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.n)
+
+
+def _executor_call(
+    x: Tensor, rows: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str | None, residual: Tensor | None,
+    out: Tensor | None, threads: int, schedule: TileSchedule | None, done: Tensor | None, ready: Ready | None,
+) -> Tensor:  # fmt: skip
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight.source, bias, residual)):
+        raise ValueError("out=, schedule=, done= and ready= record no gradient; call under torch.no_grad()")
+    if done is not None and schedule is None:
+        raise ValueError("done= counts the tiles of groups, so it needs schedule= to say which those are")
+    if out is None:
+        out = x.new_empty(*x.shape[:-1], weight.n)
+    if tuple(out.shape) != (*x.shape[:-1], weight.n):
+        raise ValueError(f"out must have shape {[*x.shape[:-1], weight.n]}, got {list(out.shape)}")
+    target = out if out.dim() == 2 else out.view(-1, weight.n)
+    _run(rows, weight.data, weight.n, weight.isa, target, None, bias, activation, residual, threads,
+         schedule=schedule, done=done, ready=ready)  # fmt: skip
+    return out
+
+
+def _run(
+    x: Tensor, packed: Tensor, n: int, isa: str, out: Tensor, pre: Tensor | None, bias: Tensor | None,
+    activation: str | None, residual: Tensor | None, threads: int, **signals: object,
+) -> None:  # fmt: skip
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        x = x.contiguous()
+    kernels_for(x).linear(
+        x, packed, n, out=out, pre=pre, bias=bias, activation=activation, residual=residual,
+        isa_name=isa, threads=threads, **signals,
+    )  # fmt: skip
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Whether torch's dispatcher has nothing to add: it costs as much as a small matmul."""
+    if torch.compiler.is_compiling():
+        return False
+    grad = torch.is_grad_enabled()
+    return all(
+        t is None or (type(t) in (Tensor, torch.nn.Parameter) and not (grad and t.requires_grad)) for t in tensors
+    )
+
+
+def _fresh(weight: PackedWeight) -> Tensor | None:
+    source = weight.source
+    if source is not None and not torch.compiler.is_compiling() and source._version != weight.source_version:
+        raise ValueError(f"the dense weight changed after {weight!r} was packed; pack it again with from_dense")
+    return source
+
+
+# Ops of their own, so that a compiled backward can pack gradients and unpack weights.
+@torch.library.custom_op("weft::pack", mutates_args=())
+def _pack(w: Tensor, isa: str, threads: int) -> Tensor:
+    packed: Tensor = kernels_for(w).pack(w, isa, threads)
+    return packed
+
+
+@_pack.register_fake
+def _(w, isa, threads):  # type: ignore[no-untyped-def]
+    panel = cpu.isa(isa).panel
+    return w.new_empty(-(-w.shape[0] // panel) * panel * w.shape[1])
+
+
+@torch.library.custom_op("weft::unpack", mutates_args=())
+def _unpack(packed: Tensor, n: int, k: int, isa: str, threads: int) -> Tensor:
+    dense: Tensor = kernels_for(packed).unpack(packed, n, k, isa, threads)
+    return dense
+
+
+@_unpack.register_fake
+def _(packed, n, k, isa, threads):  # type: ignore[no-untyped-def]
+    return packed.new_empty(n, k)
+
+
+@torch.library.custom_op("weft::linear", mutates_args=())
+def _op(
+    x: Tensor,
+    packed: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    n: int,
+    isa: str,
+    threads: int,
+    keep_pre: bool,
+) -> tuple[Tensor, Tensor]:
+    y = x.new_empty(x.shape[0], n)
+    pre = x.new_empty((x.shape[0], n) if keep_pre else (0,))
+    _run(x, packed, n, isa, y, pre if keep_pre else None, bias, activation, residual, threads)
+    return y, pre
+
+
+@_op.register_fake
+def _(x, packed, weight, bias, residual, activation, n, isa, threads, keep_pre):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], n), x.new_empty((x.shape[0], n) if keep_pre else (0,))
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, packed, weight, _, _, ctx.activation, ctx.n, ctx.isa, ctx.threads, _ = inputs
+    ctx.has_weight = weight is not None
+    ctx.k = x.shape[1]
+    ctx.save_for_backward(x, packed, weight, output[1])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, dy: Tensor | None, _):  # type: ignore[no-untyped-def]
+    if dy is None:
+        return (None,) * 10
+    x, packed, weight, pre = ctx.saved_tensors
+    needs_x, _, needs_weight, needs_bias, needs_residual, *_ = ctx.needs_input_grad
+    dz = _activation_grad(dy, pre, ctx.activation)
+    dx = dw = db = None
+    if needs_x:
+        dense = weight if ctx.has_weight else _unpack(packed, ctx.n, ctx.k, ctx.isa, ctx.threads)
+        dx = _product(dz, dense.t())
+    if needs_weight:
+        dw = _product(dz.t(), x.t())
+    if needs_bias:
+        db = dz.sum(0)
+    return dx, None, dw, db, dy if needs_residual else None, *(None,) * 5
+
+
+_op.register_autograd(_backward, setup_context=_setup)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] b[N, K]^T. torch's own float32 matmul needs no packing; its bfloat16 one is many times slower."""
+    if a.dtype == torch.float32:
+        return a @ b.t()
+    return linear(a, PackedWeight.from_dense(b))
+
+
+def _activation_grad(dy: Tensor, pre: Tensor, activation: str | None) -> Tensor:
+    if activation is None:
+        return dy
+    aten = torch.ops.aten
+    if activation == "silu":
+        dz: Tensor = aten.silu_backward(dy, pre)
+    else:
+        dz = aten.gelu_backward(dy, pre, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return dz

@@ -1,0 +1,202 @@
+"""`Cluster`: the caller's side of a lab."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+from collections.abc import Callable
+from multiprocessing import Pipe, process, spawn
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, TypeVar
+
+from weft.errors import LabUnavailable, PeerTimeout, RankFailed
+from weft.lab import launch, network
+from weft.lab.outcome import Run, failure
+from weft.lab.spec import Job, Refusal, Spec
+
+T = TypeVar("T")
+
+_START_TIMEOUT = 120.0  # for one import of torch, on a machine whose disk is cold
+_ANSWER_MARGIN = 30.0  # on top of a run's timeout: the zygote needs a few seconds to stop the ranks
+
+
+class Cluster:
+    """A cluster of network namespaces on this machine, with real, rate-limited links.
+
+    Each of the `hosts` hosts has one full-duplex network card of `gbps` Gbit/s, which its `devices` ranks
+    share; all cards meet in one switch. `gbps` is what TCP delivers as payload, in each direction and in
+    both at once. Inside a host traffic goes over loopback and is not limited, and the ranks of a host share
+    a /dev/shm that no other host sees.
+
+    It needs root or unprivileged user namespaces, and `ip` and `tc`; without them it raises LabUnavailable.
+    `gbps=None` runs on plain loopback instead, without namespaces or limits, and `describe()` says so.
+
+    >>> def total(rank, x):
+    ...     t = torch.tensor([x * rank.rank])
+    ...     dist.all_reduce(t, group=rank.group)
+    ...     return t.item()
+    >>> with Cluster(hosts=2, devices=2, gbps=1.0) as cluster:
+    ...     cluster.run(total, 10)
+    [60, 60, 60, 60]
+
+    Whatever happens, also SIGKILL to this process or to a rank, nothing is left behind. (On plain loopback a
+    rank that is killed can leave a named shared memory in /dev/shm, as it can without a lab.)
+    """
+
+    def __init__(
+        self,
+        hosts: int = 2,
+        devices: int = 2,
+        gbps: float | None = 1.0,
+        *,
+        name: str | None = None,
+        threads: int = 1,
+    ) -> None:
+        unique = f"{os.getpid()}-{secrets.token_hex(3)}"
+        self.spec = Spec(unique if name is None else name, hosts, devices, gbps, threads)
+        self._reservation: socket.socket | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._control: Connection | None = None
+
+    def describe(self) -> str:
+        """One line: the name, the hosts and devices, and what the links are."""
+        return self.spec.describe()
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def __enter__(self) -> Cluster:
+        if getattr(process.current_process(), "_inheriting", False):
+            raise RuntimeError(
+                "a lab was started while the main script was being imported for another one's ranks. "
+                'Put the code that starts it under `if __name__ == "__main__":`'
+            )
+        if self._control is not None:
+            raise RuntimeError(f"{self} is open already; use a second Cluster for a second lab")
+        if self.spec.gbps is not None:
+            for tool in ("ip", "tc"):
+                network.find_tool(tool)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+        """Runs `fn(rank, *args)` on every rank at once, `rank` being its `Rank`; returns the results by rank.
+
+        fn and args are pickled: fn must be defined at the top level of a module or of the main script.
+        Raises RankFailed with the traceback of the rank that failed first, or PeerTimeout with the stacks of
+        the ranks that were still running after `timeout` seconds. No rank is left in either case, and the
+        cluster can run something else.
+        """
+        if not 0 < timeout < float("inf"):
+            raise ValueError(f"timeout is {timeout!r}; expected seconds, more than 0 and finite")
+        job = _job(fn, args, Run(_name(fn), self.spec.devices, timeout))
+        if self._control is None:
+            raise RuntimeError(
+                f"{self} is not open; use it as `with Cluster(...) as cluster: cluster.run(...)`"
+            )
+        try:
+            self._control.send(job)
+            answer = self._answer(timeout + _ANSWER_MARGIN, f"the lab to finish `{job.run.function}`")
+        except BaseException:
+            self.close()  # nobody would read the answer to come, so this lab cannot go on
+            raise
+        if isinstance(answer, Refusal):
+            raise RankFailed(f"no rank started: the lab could not import what they need\n{answer.text}")
+        error = failure(answer, job.run)
+        if error is not None:
+            raise error
+        return [pickle.loads(ending.data) for ending in answer]
+
+    def close(self) -> None:
+        """Ends the lab's processes, and with them everything that it is made of. Harmless when closed."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._guard is not None:
+            try:
+                self._guard.wait(timeout=5.0)  # it goes by itself when the control socket closes
+            except subprocess.TimeoutExpired:
+                self._guard.kill()
+                self._guard.wait()
+            self._guard = None
+        if self._reservation is not None:
+            self._reservation.close()
+            self._reservation = None
+
+    def _start(self) -> None:
+        self._reservation = _reserve(self.spec.name)
+        self._control, theirs = Pipe()
+        main = f"from weft.lab.zygote import main; main({theirs.fileno()}, {os.getpid()})"
+        with theirs:
+            self._guard = subprocess.Popen(
+                launch.python(main, f"weft-lab-{self.spec.name}"),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the caller, which then closes the lab
+            )
+        self._control.send(self.spec)
+        answer = self._answer(_START_TIMEOUT, "the lab to start")
+        if isinstance(answer, Refusal):
+            raise LabUnavailable(answer.text) if answer.unavailable else RankFailed(answer.text)
+
+    def _answer(self, seconds: float, what: str) -> Any:
+        assert self._control is not None
+        if not self._control.poll(seconds):
+            raise PeerTimeout(what, seconds=seconds)
+        try:
+            return self._control.recv()
+        except (EOFError, ConnectionError) as error:
+            raise RankFailed(f"{self}: its own process died while the caller waited for {what}") from error
+
+
+def _reserve(name: str) -> socket.socket:
+    """Takes the name for as long as the socket is open; the kernel frees it with this process."""
+    reservation = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        reservation.bind(f"\0weft-lab-{name}")
+    except OSError as error:
+        reservation.close()
+        raise ValueError(
+            f"a lab named {name!r} is running on this machine; choose another name, or leave it out for a "
+            "unique one"
+        ) from error
+    return reservation
+
+
+def _name(fn: object) -> str:
+    return str(getattr(fn, "__qualname__", repr(fn)))
+
+
+def _job(fn: Callable[..., object], args: tuple[object, ...], run: Run) -> Job:
+    if not callable(fn):
+        raise ValueError(f"fn is {fn!r}; expected a function that takes a Rank")
+    preparation = spawn.get_preparation_data("weft-lab")
+    preparation.pop("authkey", None)  # not for pickling, and ranks do not use multiprocessing's listeners
+    module = getattr(fn, "__module__", None) or "builtins"
+    if module == "__main__" and not {"init_main_from_name", "init_main_from_path"} & preparation.keys():
+        raise ValueError(
+            f"`{_name(fn)}` is defined in an interactive session, where the ranks cannot import it from; "
+            "put it in a file"
+        )
+    try:
+        payload = pickle.dumps((fn, args), protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"`{_name(fn)}` and its arguments cannot be sent to the ranks ({error}); expected a function at "
+            "the top level of a module, and arguments that pickle. Move the function there, and pass as "
+            "arguments what it takes from around it"
+        ) from error
+    return Job(payload, module, preparation, run)

@@ -1,0 +1,202 @@
+"""Tile schedules: signals as groups finish, tiles that wait for their input, and what is refused."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from weft import _core
+from weft.comm.signal import Counters
+from weft.errors import PeerTimeout
+from weft.kernels import PackedWeight, Ready, TileSchedule, Tiling, linear
+
+M, K, N, HALF = 96, 70, 64, 48
+TILING = Tiling(M, N, 24, 32)
+
+
+@pytest.fixture
+def case():
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(M, K, generator=generator), torch.randn(N, K, generator=generator)
+    packed = PackedWeight.from_dense(w)
+    return x, packed, linear(x, packed)
+
+
+def in_thread(fn):
+    """Runs fn in a thread; the returned callable joins it and gives its result or raises its error."""
+    box = {}
+
+    def body():
+        try:
+            box["value"] = fn()
+        except Exception as error:
+            box["error"] = error
+
+    thread = threading.Thread(target=body)
+    thread.start()
+
+    def join():
+        thread.join(60)
+        assert not thread.is_alive()
+        if "error" in box:
+            raise box["error"]
+        return box["value"]
+
+    return join
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_group_is_whole_before_the_rest_has_even_arrived(case, threads):
+    """The lower half of x arrives only after the upper group was seen to be done, so the order is forced."""
+    x, packed, want = case
+    schedule = TileSchedule(TILING, group_of=[tile // 4 for tile in range(8)])
+    done, ready = Counters(2), Counters(2)
+    arriving, out = x.clone(), torch.full((M, N), float("nan"))
+    arriving[HALF:] = float("nan")
+    ready.add(0)
+    wait = Ready(ready.tensor, rows=HALF, timeout=60)
+    join = in_thread(
+        lambda: linear(arriving, packed, out=out, schedule=schedule, done=done.tensor, ready=wait, threads=threads)
+    )
+    done.wait(0, 4, timeout=60, what="the upper group")
+    assert torch.equal(out[:HALF], want[:HALF])
+    assert done.read(1) == 0
+    arriving[HALF:] = x[HALF:]
+    ready.add(1)
+    assert join() is out
+    assert torch.equal(out, want)
+    assert done.read(1) == 4
+
+
+def test_tiles_wait_for_every_block_of_their_rows(case):
+    """With one row a block, the last counter alone holds the last tile back."""
+    x, packed, want = case
+    ready = Counters(M)
+    for row in range(M - 1):
+        ready.add(row)
+    schedule = TileSchedule(TILING)
+    done = Counters(1)
+    join = in_thread(
+        lambda: linear(x, packed, schedule=schedule, done=done.tensor, ready=Ready(ready.tensor, rows=1), threads=1)
+    )
+    done.wait(0, 6, timeout=60, what="the tiles above the last row")
+    assert done.read(0) == 6
+    ready.add(M - 1)
+    assert torch.equal(join(), want)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_input_that_never_arrives_ends_the_call(case, threads):
+    x, packed, _ = case
+    ready = Counters(2)
+    ready.add(0)
+    wait = Ready(ready.tensor, rows=HALF, timeout=0.05, what="rows from rank 1")
+    with pytest.raises(PeerTimeout, match=r"waited 0\.05 s for rows from rank 1, block 1"):
+        linear(x, packed, ready=wait, schedule=TileSchedule(TILING), threads=threads)
+
+
+def test_ready_without_a_schedule(case):
+    x, packed, want = case
+    ready = Counters(2)
+    ready.add(0)
+    ready.add(1)
+    assert torch.equal(linear(x, packed, ready=Ready(ready.tensor, rows=HALF)), want)
+
+
+def test_tiling_covers_the_output_once():
+    for tiling in [Tiling(100, 70, 48, 32), Tiling(1, 1, 7, 64), Tiling(96, 64, 96, 64), Tiling(0, 5, 4, 32)]:
+        hits = torch.zeros(tiling.m, tiling.n, dtype=torch.int32)
+        for tile in range(tiling.count):
+            m0, m1, n0, n1 = tiling.box(tile)
+            hits[m0:m1, n0:n1] += 1
+        assert (hits == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Tiling(-1, 4, 8, 32), "m, n >= 0"),
+        (lambda: Tiling(4, 4, 0, 32), "tile_m must be >= 1"),
+        (lambda: Tiling(4, 4, 8, 20), "multiple of 32"),
+        (lambda: TileSchedule(TILING, order=[0] * 8), "permutation of the 8 tiles"),
+        (lambda: TileSchedule(TILING, order=[0, 1]), "got 2 entries"),
+        (lambda: TileSchedule(TILING, order=[*range(1, 9)]), "permutation"),
+        (lambda: TileSchedule(TILING, order=[float(t) for t in range(8)]), "integers"),
+        (lambda: TileSchedule(TILING, group_of=[0] * 7), "each of the 8 tiles, got 7"),
+        (lambda: TileSchedule(TILING, group_of=[0, 2] * 4), "group 1 has none"),
+        (lambda: TileSchedule(TILING, group_of=[-1] * 8), "numbered from 0"),
+    ],
+)
+def test_bad_schedules(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def counters(n):
+    return torch.zeros(n, dtype=torch.int32)
+
+
+W = torch.ones(N, K)
+PACKED = PackedWeight.from_dense(W)
+X = torch.ones(M, K)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: linear(X, W), "PackedWeight.from_dense"),
+        (lambda: linear(torch.ones(M, K + 1), PACKED), rf"\[\.\.\., {K}\]"),
+        (lambda: linear(X.double(), PackedWeight.from_dense(W)), "float32 and bfloat16"),
+        (lambda: linear(X.bfloat16(), PACKED), "needs a weight packed from"),
+        (lambda: linear(X.to("meta"), PACKED), "kernels for cpu"),
+        (lambda: linear(X, PACKED, bias=torch.ones(N + 1)), f"bias must have shape \\[{N}\\]"),
+        (lambda: linear(X, PACKED, bias=torch.ones(N).bfloat16()), "like x"),
+        (lambda: linear(X, PACKED, residual=torch.ones(1, N)), "residual must have shape"),
+        (lambda: linear(X, PACKED, out=torch.ones(M, N + 1)), "out must have shape"),
+        (lambda: linear(X, PACKED, out=torch.ones(N, M).t()), "rows of out must be contiguous"),
+        (lambda: linear(X, PACKED, activation="relu"), "activation must be one of"),
+        (lambda: linear(X, PACKED, threads=-1), "threads must be"),
+        (lambda: linear(X, PACKED, schedule=TileSchedule(Tiling(M, N + 1, 24, 32))), "the schedule is for"),
+        (lambda: linear(X, PACKED, done=counters(1)), "needs schedule="),
+        (lambda: linear(X, PACKED, schedule=TileSchedule(TILING), done=torch.zeros(1)), "int32"),
+        (lambda: linear(X, PACKED, schedule=TileSchedule(TILING), done=counters(0)), "at least 1"),
+        (lambda: linear(X, PACKED, ready=Ready(counters(1), rows=HALF)), "at least 2"),
+        (lambda: linear(X, PACKED, ready=Ready(counters(9), rows=0)), "at least 1"),
+        (lambda: linear(X, PACKED, ready=Ready(counters(9), rows=M, timeout=float("inf"))), "finite"),
+        (lambda: linear(X, PACKED, ready=Ready(counters(9), rows=M, timeout=0)), "above 0"),
+        (lambda: linear(X.clone().requires_grad_(), PACKED, out=torch.ones(M, N)), "no gradient"),
+        (lambda: PackedWeight.from_dense(torch.ones(3)), r"\[N, K\]"),
+        (lambda: PackedWeight.from_dense(torch.ones(3, 3, dtype=torch.int32)), "float32 and bfloat16"),
+        (lambda: PackedWeight.from_dense(W, isa="neon9"), "this CPU runs: "),
+    ],
+)  # fmt: skip
+def test_bad_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+FORK = """
+import os, sys, torch
+from weft.kernels import PackedWeight, linear
+x, w = torch.randn(300, 300), torch.randn(300, 300)
+torch.set_num_threads(2)
+torch.mm(x, w)  # starts torch's workers, which the child will not have
+packed = PackedWeight.from_dense(w)
+want = linear(x, packed, threads=2)
+child = os.fork()
+if child == 0:
+    same = linear(x, packed, threads=2).tolist() == want.tolist()
+    os._exit(0 if same else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_threads():
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)
+
+
+def test_the_portable_kernels_are_always_there():
+    assert _core.available_isas()[-1] == "portable"
+    assert _core.kernels().name == _core.available_isas()[0]
