@@ -1,6 +1,6 @@
 """How tiles are computed: `linear` on packed weights, with epilogues, tile orders, groups and signals."""
 
-from weft.kernels.linear import PackedWeight, linear
+from weft.kernels.matmul import PackedWeight, linear
 from weft.kernels.tiles import Ready, TileSchedule, Tiling
 
 __all__ = ["PackedWeight", "Ready", "TileSchedule", "Tiling", "linear"]

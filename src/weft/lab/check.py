@@ -71,9 +71,7 @@ def check(hosts: int = 2, gbps: float | None = 1.0, *, devices: int = 2, seconds
     if hosts < 2:
         raise ValueError(f"hosts is {hosts}; expected at least 2, because links between hosts are measured")
     with Cluster(hosts, devices, gbps) as cluster:
-        rows = tuple(
-            row for pattern in _patterns(hosts, devices) for row in _measure(cluster, pattern, seconds)
-        )
+        rows = tuple(row for pattern in _patterns(hosts, devices) for row in _measure(cluster, pattern, seconds))
         return CheckResult(cluster.describe(), rows)
 
 

@@ -104,9 +104,7 @@ class Cluster:
             raise ValueError(f"timeout is {timeout!r}; expected seconds, more than 0 and finite")
         job = _job(fn, args, Run(_name(fn), self.spec.devices, timeout))
         if self._control is None:
-            raise RuntimeError(
-                f"{self} is not open; use it as `with Cluster(...) as cluster: cluster.run(...)`"
-            )
+            raise RuntimeError(f"{self} is not open; use it as `with Cluster(...) as cluster: cluster.run(...)`")
         try:
             self._control.send(job)
             answer = self._answer(timeout + _ANSWER_MARGIN, f"the lab to finish `{job.run.function}`")
@@ -114,7 +112,7 @@ class Cluster:
             self.close()  # nobody would read the answer to come, so this lab cannot go on
             raise
         if isinstance(answer, Refusal):
-            raise RankFailed(f"no rank started: the lab could not import what they need\n{answer.text}")
+            raise RankFailed(f"the lab could not start `{job.run.function}` on its ranks:\n{answer.text}")
         error = failure(answer, job.run)
         if error is not None:
             raise error
@@ -170,8 +168,7 @@ def _reserve(name: str) -> socket.socket:
     except OSError as error:
         reservation.close()
         raise ValueError(
-            f"a lab named {name!r} is running on this machine; choose another name, or leave it out for a "
-            "unique one"
+            f"a lab named {name!r} is running on this machine; choose another name, or leave it out for a unique one"
         ) from error
     return reservation
 

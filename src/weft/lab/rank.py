@@ -95,9 +95,7 @@ def _run(spec: Spec, job: Job, seat: Seat) -> Ending:
         function, args = pickle.loads(job.payload)
         result = function(_connect(spec, seat, job.run.timeout), *args)
         data = pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
-    except (
-        BaseException
-    ) as error:  # SystemExit and KeyboardInterrupt end a rank too, and the caller must know
+    except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank too, and the caller must know
         seconds = time.monotonic()
         outside = error.__traceback__ and error.__traceback__.tb_next  # this very function is no news
         detail = "".join(traceback.format_exception(type(error), error, outside))

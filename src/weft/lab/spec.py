@@ -40,9 +40,7 @@ class Spec:
                 "None for plain loopback without rate limits"
             )
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
-            raise ValueError(
-                f"name is {self.name!r}; expected 1 to 64 letters, digits, dots, dashes or underscores"
-            )
+            raise ValueError(f"name is {self.name!r}; expected 1 to 64 letters, digits, dots, dashes or underscores")
 
     @property
     def world(self) -> int:

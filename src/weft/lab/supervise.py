@@ -36,6 +36,7 @@ class _Process:
     """A forked rank. `ending` is None until it is known.
 
     heard:  nothing more will be read from `reports`
+    lost:   the last time at which it was known to live, when `reports` broke before we saw it dead
     exited: it is gone and reaped
     """
 
@@ -46,6 +47,7 @@ class _Process:
     stacks: int
     ending: Ending | None = None
     heard: bool = False
+    lost: float | None = None
     exited: bool = False
 
     @property
@@ -179,16 +181,18 @@ class _Watch:
             if key.fileobj is self.control:
                 raise CallerGoneError
             process: _Process = key.data
-            if key.fileobj is process.reports:
-                self._hear(process)
-            else:
+            if key.fileobj is not process.reports:
                 self._bury(process)
+            elif not process.heard:
+                self._hear(process)
         self.seen = now
         return True
 
     def _hear(self, process: _Process) -> None:
-        with suppress(EOFError, OSError):  # it is dying: how, its pidfd will tell
+        try:
             process.ending = process.reports.recv()
+        except (EOFError, OSError):
+            process.lost = self.seen  # it is dying: how, its pidfd will tell
         process.heard = True
         self.selector.unregister(process.reports)
 
@@ -203,7 +207,8 @@ class _Watch:
             summary = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
             if process.ending is not None:
                 summary += " after it had returned"
-            process.ending = Ending(process.rank, How.DIED, self.seen, summary, process.stack())
+            alive = self.seen if process.lost is None else process.lost
+            process.ending = Ending(process.rank, How.DIED, alive, summary, process.stack())
 
     def _give_up(self, how: How) -> None:
         running = [process for process in self.processes if process.ending is None]

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 
 from weft.errors import LabUnavailable
 from weft.lab import linux, network
+from weft.lab.outcome import Ending
 from weft.lab.spec import Job, Refusal, Spec
 from weft.lab.supervise import CallerGoneError, run_job
 
@@ -71,12 +72,15 @@ def _serve(control: Connection) -> None:
     control.send(None)
     while True:
         job: Job = control.recv()
+        answer: list[Ending] | Refusal
         try:
             _find_function(job)
-        except BaseException:
-            control.send(Refusal(traceback.format_exc()))
-            continue
-        control.send(run_job(spec, job, namespaces, control))
+            answer = run_job(spec, job, namespaces, control)
+        except CallerGoneError:
+            raise
+        except BaseException:  # whatever the user's module raised on import, SystemExit included
+            answer = Refusal(traceback.format_exc())
+        control.send(answer)
 
 
 def _import_once() -> None:

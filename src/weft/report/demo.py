@@ -52,6 +52,7 @@ def table(headlines: Iterable[Headline], *, notes: Sequence[str] = ()) -> Table:
             "weft": _figure(h.weft, h.unit),
             "bound": _figure(h.bound, h.unit),
             "ratio": h.ratio,
+            "disturbed": h.disturbed,
         }
         for h in headlines
     ]

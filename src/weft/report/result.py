@@ -24,6 +24,7 @@ class Headline:
     bound: float | None
     unit: str
     ratio: float | None
+    disturbed: int = 0
 
 
 @dataclass(frozen=True)

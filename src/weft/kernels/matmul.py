@@ -51,7 +51,8 @@ class PackedWeight:
 
     def to_dense(self) -> Tensor:
         """A new contiguous tensor [N, K] with the packed values."""
-        return _unpack(self.data, self.n, self.k, self.isa, 0)
+        dense: Tensor = _unpack(self.data, self.n, self.k, self.isa, 0)
+        return dense
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,0 +1,41 @@
+# The two commands for a newcomer are `make demo` and `make test`; both do their own set-up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
+# The CPU build comes first, so that nothing pulls in gigabytes of CUDA; set TORCH to install another.
+TORCH ?= torch==2.13.0
+
+.PHONY: help demo test setup bench lint types wheel clean
+.DEFAULT_GOAL := help
+
+help: ## say what each target does
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1	/' | awk -F '\t' '{printf "make %-8s %s\n", $$1, $$2}'
+
+demo: setup ## start a lab cluster, measure it, and show what weft gains (the main job)
+	@$(BIN)/weft demo
+
+test: setup ## run all tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+setup: $(STAMP) ## create .venv and install everything into it
+
+# An editable install does not see new modules of a package that it did not know, so sources that are built count too.
+$(STAMP): $(SOURCES)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[bench,dev]"
+	@touch $@
+
+bench: setup ## run every benchmark in full; ARGS="--quick" for the short form
+	@for name in $$($(BIN)/weft bench --list --names); do $(BIN)/weft bench $$name $(ARGS) || exit 1; done
+
+lint: setup ## check style and types
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+wheel: setup ## build a wheel into dist/
+	@$(BIN)/python -m build --wheel
+
+clean: ## remove what was built, and the environment
+	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
