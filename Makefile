@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/isa/*) CMakeLists.txt pyproject.toml
 # The CPU build comes first, so that nothing pulls in gigabytes of CUDA; set TORCH to install another.
 TORCH ?= torch==2.13.0
 

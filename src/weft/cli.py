@@ -40,9 +40,7 @@ class _PlainErrors(TyperGroup):
             raise typer.Exit(2) from error
 
 
-app = typer.Typer(
-    cls=_PlainErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+app = typer.Typer(cls=_PlainErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 lab_app = typer.Typer(no_args_is_help=True, help="A cluster of network namespaces on this machine.")
 trace_app = typer.Typer(no_args_is_help=True, help="Traces that weft.trace() has saved.")
 app.add_typer(lab_app, name="lab")
@@ -99,9 +97,7 @@ def bench(
             typer.echo(f"{each:<12}{load(each).HELP}")
         return
     if name is None:
-        raise ValueError(
-            f"got no benchmark; expected one of: {', '.join(BENCHMARKS)}; try `weft bench gemm --quick`"
-        )
+        raise ValueError(f"got no benchmark; expected one of: {', '.join(BENCHMARKS)}; try `weft bench gemm --quick`")
     for file in (json_file, html_file):
         _check_writable(file)
     benchmark = load(name)

@@ -18,9 +18,7 @@ Status = Literal["ok", "missing", "broken"]
 
 @dataclass(frozen=True)
 class Check:
-    """One line: `missing` is something optional that is not there, `broken` something that weft cannot do
-    without.
-    """
+    """One line. What is `missing` is optional; without what is `broken` weft does not work."""
 
     name: str
     status: Status
@@ -97,9 +95,7 @@ def _backends() -> Check:
     except ImportError as e:
         return Check("process groups", "broken", f"cannot be imported: {e}", "pip install 'torch>=2.6'")
     if not dist.is_available():
-        return Check(
-            "process groups", "broken", "this torch has none", "install a torch built with USE_DISTRIBUTED=1"
-        )
+        return Check("process groups", "broken", "this torch has none", "install a torch built with USE_DISTRIBUTED=1")
     found = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
@@ -110,9 +106,7 @@ def _backends() -> Check:
     lack = [name for name, there in found.items() if not there]
     without = f"; without {', '.join(lack)}" if lack else ""
     if not have:
-        return Check(
-            "process groups", "broken", "no backend", "install a torch built with gloo, nccl, mpi or ucc"
-        )
+        return Check("process groups", "broken", "no backend", "install a torch built with gloo, nccl, mpi or ucc")
     return Check("process groups", "ok", ", ".join(have) + without)
 
 
@@ -160,9 +154,7 @@ def _shared_memory() -> Check:
     except OSError:
         return Check("shared memory", "missing", f"{memfd}; no /dev/shm", "mount a tmpfs at /dev/shm")
     free, size = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
-    return Check(
-        "shared memory", "ok", f"{memfd}; /dev/shm has {format_bytes(free)} free of {format_bytes(size)}"
-    )
+    return Check("shared memory", "ok", f"{memfd}; /dev/shm has {format_bytes(free)} free of {format_bytes(size)}")
 
 
 def _cuda() -> Check:
@@ -178,9 +170,7 @@ def _cuda() -> Check:
 
 def _triton() -> Check:
     if importlib.util.find_spec("triton") is None:
-        return Check(
-            "triton", "missing", "not installed; only GPU kernels need it", "pip install 'weft[triton]'"
-        )
+        return Check("triton", "missing", "not installed; only GPU kernels need it", "pip install 'weft[triton]'")
     return Check("triton", "ok", metadata.version("triton"))
 
 

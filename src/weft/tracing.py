@@ -53,8 +53,7 @@ _OFF = nullcontext()
 class Trace:
     """The recorder of one `weft.trace()` block. Threads may add to it at the same time.
 
-    An event that a thread adds after the block has ended is kept: `timeline` is a snapshot of all there is so
-    far.
+    An event that a thread adds after the block has ended is kept; `timeline` is a snapshot.
     """
 
     def __init__(self, *, name: str = "", around: Trace | None = None) -> None:
@@ -86,9 +85,7 @@ class Trace:
     def span(
         self, kind: Kind, name: str, *, lane: str, bytes: int | None = None, flops: float | None = None
     ) -> Iterator[None]:
-        """Records the block as one event, also when it raises: where a run broke is what a trace is looked at
-        for.
-        """
+        """Records the block as one event, also when it raises: a trace shows where a run broke."""
         start = now()
         try:
             yield
@@ -109,9 +106,7 @@ class Trace:
         self.timeline.save(path)
 
     def gather(self, *, group: ProcessGroup, device: str = "cpu") -> Timeline:
-        """The timelines of all ranks of a group on one clock; every rank must call it, and every rank gets
-        it.
-        """
+        """All ranks' timelines on rank 0's clock; every rank of the group calls it and gets it."""
         from weft.timeline import clocks
 
         return clocks.gather(self.timeline, group=group, device=device)

@@ -43,6 +43,4 @@ def test_every_rank_gets_all_timelines_on_the_clock_of_rank_0(skewed: int) -> No
         expected = (SKEW if skewed == 0 else 0.0) - (SKEW if skewed == rank else 0.0)
         assert abs(offset.seconds - expected) <= offset.error, "off by more than the stated error"
         shares_the_clock = rank == 0 or skewed not in (0, rank)
-        assert (offset.error == 0) == shares_the_clock, (
-            "a shared clock needs no measurement, a foreign one does"
-        )
+        assert (offset.error == 0) == shares_the_clock, "a shared clock needs no measurement, a foreign one does"

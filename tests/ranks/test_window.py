@@ -217,10 +217,14 @@ def create_and_close(times: int) -> tuple[int, int, int, int]:
         Window.create(world(), 5000, counters_per_rank=4, timeout=LONG).close()
     dist.barrier()
     before, keys = descriptors(), store.num_keys()
+    dist.barrier()  # no rank goes on before both have counted
     for turn in range(times):
         with Window.create(world(), 5000, counters_per_rank=4, timeout=LONG) as window:
             window.local.fill_(turn % 256)
     dist.barrier()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(LONG)
     return descriptors() - before, store.num_keys() - keys, len(mappings()), threading.active_count()
 
 

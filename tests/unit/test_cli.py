@@ -57,9 +57,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
 
 def test_the_program_starts_without_torch() -> None:
     code = "import sys; import weft.cli; print(sorted({'torch', 'numpy', 'rich.table'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -142,9 +140,7 @@ def test_bench_prints_a_table_and_writes_json_and_a_page(toy: list[Options], tmp
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_bench_refuses_a_place_that_it_cannot_write_before_it_runs(
-    toy: list[Options], tmp_path: Path
-) -> None:
+def test_bench_refuses_a_place_that_it_cannot_write_before_it_runs(toy: list[Options], tmp_path: Path) -> None:
     result = runner.invoke(app, ["bench", "toy", "--json", str(tmp_path / "missing" / "toy.json")])
     assert result.exit_code == 2
     assert toy == []
@@ -158,9 +154,7 @@ def test_trace_show_draws_sums_up_and_writes_a_page(tmp_path: Path) -> None:
     Timeline(events, name="predicted").save(tmp_path / "a.json")
     Timeline(events).save(tmp_path / "b.json")
     files = [str(tmp_path / name) for name in ("a.json", "b.json")]
-    result = runner.invoke(
-        app, ["trace", "show", *files, "--width", "60", "--html", str(tmp_path / "t.html")]
-    )
+    result = runner.invoke(app, ["trace", "show", *files, "--width", "60", "--html", str(tmp_path / "t.html")])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert [line for line in lines[:6] if "█" in line or ">" in line]
@@ -228,9 +222,7 @@ def test_a_missing_tool_has_a_remedy_and_is_no_failure(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("measured", "code"), [(0.99, 0), (0.5, 1)])
-def test_lab_check_fails_when_a_link_is_off(
-    monkeypatch: pytest.MonkeyPatch, measured: float, code: int
-) -> None:
+def test_lab_check_fails_when_a_link_is_off(monkeypatch: pytest.MonkeyPatch, measured: float, code: int) -> None:
     """The lab itself is tried in tests/lab; here it is what becomes of its result."""
     asked: list[tuple[int, float | None]] = []
 

@@ -52,9 +52,7 @@ class World:
 
 
 def measured(world: World, times: dict[str, float], **options: object) -> Measurement:
-    case = Case(
-        "case", {name: world.system(name, seconds) for name, seconds in times.items()}, labels={"n": 3}
-    )
+    case = Case("case", {name: world.system(name, seconds) for name, seconds in times.items()}, labels={"n": 3})
     return measure(case, meter=world, clock=world.clock, **options)  # type: ignore[arg-type]
 
 
@@ -142,9 +140,7 @@ def test_an_error_in_a_system_is_not_swallowed() -> None:
 
 
 @given(st.lists(st.floats(0, 1), max_size=20), st.integers(1, 10))
-def test_selection_prefers_quiet_rounds_in_order_then_the_least_noisy(
-    foreign: list[float], wanted: int
-) -> None:
+def test_selection_prefers_quiet_rounds_in_order_then_the_least_noisy(foreign: list[float], wanted: int) -> None:
     taken = [Round({"a": float(i)}, cores) for i, cores in enumerate(foreign)]
     kept, disturbed = select_rounds(taken, wanted=wanted, limit=0.1)
     assert len(kept) == min(wanted, len(taken))
@@ -182,18 +178,14 @@ def test_our_own_work_is_counted_as_our_own() -> None:
     burn(0.3)
     after = meter.sample()
     assert after.own - before.own >= 0.3
-    assert after.own - before.own <= (after.wall - before.wall) * 1.5, (
-        "one thread cannot use more than one core"
-    )
+    assert after.own - before.own <= (after.wall - before.wall) * 1.5, "one thread cannot use more than one core"
 
 
 def test_work_of_children_living_and_ended_is_our_own() -> None:
     meter = noise.Meter()
     before = meter.sample()
     code = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
         living = meter.sample()

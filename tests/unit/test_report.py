@@ -179,12 +179,8 @@ def test_the_svg_has_one_bar_an_event_on_one_axis() -> None:
     assert width["m"] == pytest.approx(2 * width["group 0"], abs=0.02)
     assert width["at once"] == pytest.approx(3 * width["group 0"], abs=0.03)
     assert x["at once"] - x[NASTY] == pytest.approx(width["group 0"], abs=0.02)
-    assert float(drawn["at once"].get("y", "")) > float(drawn[NASTY].get("y", "")), (
-        "events at once do not hide"
-    )
-    assert (
-        drawn["group 0"].findtext(f"{SVG}title") == "group 0\nsend, 1.00 s from 0 s\n1 MiB at 0.00839 Gbit/s"
-    )
+    assert float(drawn["at once"].get("y", "")) > float(drawn[NASTY].get("y", "")), "events at once do not hide"
+    assert drawn["group 0"].findtext(f"{SVG}title") == "group 0\nsend, 1.00 s from 0 s\n1 MiB at 0.00839 Gbit/s"
 
 
 @given(

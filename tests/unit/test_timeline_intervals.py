@@ -33,9 +33,7 @@ def test_union_covers_what_any_interval_covers(spans: list[tuple[float, float]])
 
 
 @given(many, many)
-def test_intersection_and_difference_split_a_set(
-    a: list[tuple[float, float]], b: list[tuple[float, float]]
-) -> None:
+def test_intersection_and_difference_split_a_set(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> None:
     left, right = intervals.union(a), intervals.union(b)
     common, rest = intervals.intersection(left, right), intervals.difference(left, right)
     assert is_a_set(common)

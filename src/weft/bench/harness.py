@@ -117,12 +117,8 @@ def relative_spread(values: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def select_rounds(
-    taken: Sequence[Round], *, wanted: int, limit: float = FOREIGN_LIMIT
-) -> tuple[list[Round], int]:
-    """The rounds that count, and how many of them are disturbed: the first undisturbed ones, then the least
-    bad.
-    """
+def select_rounds(taken: Sequence[Round], *, wanted: int, limit: float = FOREIGN_LIMIT) -> tuple[list[Round], int]:
+    """The rounds that count (quiet ones first, then the least noisy), and how many of them are disturbed."""
     quiet = [r for r in taken if r.foreign <= limit][:wanted]
     noisy = sorted((r for r in taken if r.foreign > limit), key=lambda r: r.foreign)[: wanted - len(quiet)]
     return quiet + noisy, len(noisy)
@@ -147,8 +143,7 @@ def measure(
     """
     if not case.systems or rounds < 1:
         raise ValueError(
-            f"case {case.name!r} has {len(case.systems)} systems and rounds={rounds}; "
-            f"expected at least one of each"
+            f"case {case.name!r} has {len(case.systems)} systems and rounds={rounds}; expected at least one of each"
         )
     meter = meter or noise.Meter()
     turn_seconds = max(min_seconds, noise.SHORTEST_SECONDS / len(case.systems))
@@ -162,9 +157,7 @@ def measure(
     quiet = 0
     while quiet < rounds and len(taken) < rounds + max_retries:
         order = shuffle(list(calls), len(calls))
-        taken.append(
-            _round(case, {name: calls[name] for name in order}, meter=meter, clock=clock, agree=agree)
-        )
+        taken.append(_round(case, {name: calls[name] for name in order}, meter=meter, clock=clock, agree=agree))
         quiet += taken[-1].foreign <= FOREIGN_LIMIT
     kept, disturbed = select_rounds(taken, wanted=rounds)
     return Measurement(case, tuple(kept), disturbed)
@@ -181,9 +174,7 @@ def _calls_per_turn(system: System, turn_seconds: float, *, clock: Callable[[], 
         calls = min(enough, calls * 10)
 
 
-def _round(
-    case: Case, calls: Mapping[str, int], *, meter: Meter, clock: Callable[[], float], agree: Agree
-) -> Round:
+def _round(case: Case, calls: Mapping[str, int], *, meter: Meter, clock: Callable[[], float], agree: Agree) -> Round:
     """One turn of each system, in the order of `calls`."""
     before = meter.sample()
     seconds = {}
@@ -208,12 +199,9 @@ def _time(system: System, calls: int, *, clock: Callable[[], float]) -> float:
 
 
 def track(items: Iterable[T], *, title: str, total: int | None = None) -> Iterable[T]:
-    """The items, with a progress bar on stderr while they are gone through; without one if that is no
-    terminal.
+    """The items, with a progress bar on stderr while they are gone through, if that is a terminal.
 
     `for case in track(cases, title="gemm"): measure(case)`
     """
     console = Console(stderr=True)
-    return progress.track(
-        items, title, total=total, console=console, transient=True, disable=not console.is_terminal
-    )
+    return progress.track(items, title, total=total, console=console, transient=True, disable=not console.is_terminal)

@@ -91,8 +91,7 @@ def tree_seconds(processes: Mapping[int, Process], root: int) -> float:
 
 
 class Meter:
-    """Reads samples on Linux. `root` is the process whose descendants are our own: this one unless told
-    otherwise.
+    """Reads samples on Linux. `root` is the process whose descendants are our own, as a rule this one.
 
     A rank of a lab passes the process that started the ranks, or else its fellows count as foreign.
     """
@@ -118,7 +117,5 @@ class Meter:
 
 
 def _cpu_clock(pid: int) -> float:
-    """CPU seconds of all threads of a process, to the nanosecond: what clock_getcpuclockid(3) gives access
-    to.
-    """
+    """CPU seconds of all threads of a process, to the nanosecond; see clock_getcpuclockid(3)."""
     return time.clock_gettime((~pid << 3) | 2)

@@ -23,15 +23,11 @@ COLUMNS = (
     Column("bound", "bound", right=True),
     Column("ratio", "ratio", form=".2f"),
 )
-NOTE = (
-    "ratio: how many times better than today; where nothing is there today, how much of the bound is reached"
-)
+NOTE = "ratio: how many times better than today; where nothing is there today, how much of the bound is reached"
 
 
 def collect(*, announce: Callable[[str], None]) -> Table:
-    """Asks every provider, and tells `announce` which one is at work. Where no lab can be had, a note says
-    why.
-    """
+    """Asks every provider, and tells `announce` which one is at work; without a lab, a note says why."""
     headlines: list[Headline] = []
     notes: list[str] = []
     for name, provide in PROVIDERS.items():

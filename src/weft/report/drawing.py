@@ -95,8 +95,7 @@ def _lane(
     bar = height / (max(row_of) + 1)
     label = lane if len(lane) <= 44 else lane[:43] + "…"
     parts = [
-        f'<text class="soft" x="{x - 10:g}" y="{y + height / 2 + 4:g}" text-anchor="end">'
-        f"{_xml(label)}</text>",
+        f'<text class="soft" x="{x - 10:g}" y="{y + height / 2 + 4:g}" text-anchor="end">{_xml(label)}</text>',
         f'<rect class="track" x="{x:g}" y="{y:g}" width="{WIDTH - x - 12:g}" height="{height:g}"/>',
     ]
     for event, row in zip(events, row_of, strict=True):

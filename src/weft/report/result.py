@@ -14,8 +14,8 @@ from weft.report.table import Column, Row, Table
 class Headline:
     """One line of `weft demo`: what people have today, what weft gives, and the bound, in one unit.
 
-    `ratio` is how many times better weft is than today; where nothing is there today, how much of the bound
-    is reached.
+    `ratio` is how many times better weft is than today, or, without anything today, the reached share of
+    the bound.
     """
 
     what: str
@@ -29,8 +29,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class Report:
-    """The rows and the summary of one benchmark, the columns in which they are shown, and its headlines if
-    any.
+    """The rows and the summary of one benchmark, the columns to show, and its lines for `weft demo`.
 
     >>> columns = [Column("case", "case"), Column("ratio", "torch / weft", form=".2f", bar=True)]
     >>> report = Report("gemm", rows=[{"case": "1x1", "ratio": 1.5}], summary={"ratio": 1.5}, columns=columns)
@@ -66,9 +65,7 @@ class Report:
 
     def json(self, *, machine: Mapping[str, object]) -> str:
         """The document as text; a figure that is not finite is an error, because JSON has no word for it."""
-        return (
-            json.dumps(self.document(machine=machine), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-        )
+        return json.dumps(self.document(machine=machine), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
     def html(self, *, machine: Mapping[str, object]) -> str:
         """A page that stands alone."""

@@ -45,9 +45,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and rows, with a title and notes under them. Rows that others disturbed (`"disturbed"`) are
-    marked.
-    """
+    """Columns and rows, with a title and notes under them. Rows with a true `"disturbed"` are marked."""
 
     title: str
     columns: Sequence[Column]

@@ -5,11 +5,9 @@
 - *compute*: the union of the `compute` events, less waiting.
 - *communication*: the union of the `send` and `recv` events. Waiting is **not** taken off: the wire is in use
   while the thread sleeps.
-- *busy*: the union of all that is not `wait`, less waiting. So busy + waiting never exceeds the time there
-  is.
+- *busy*: the union of all that is not `wait`, less waiting. Busy and waiting together never exceed the time.
 
-A place is computing, communicating or busy while any lane of it is, and waiting while one waits and none is
-busy.
+A place computes, communicates or is busy while any of its lanes is; it waits while one waits and none is busy.
 """
 
 from __future__ import annotations

@@ -47,9 +47,7 @@ def from_json(text: str) -> tuple[list[Event], str]:
     try:
         whole = json.loads(text)
     except json.JSONDecodeError as e:
-        raise ValueError(
-            f"got text that is not JSON ({e}); expected a Chrome trace, as Timeline.save writes"
-        ) from e
+        raise ValueError(f"got text that is not JSON ({e}); expected a Chrome trace, as Timeline.save writes") from e
     records = whole.get("traceEvents") if isinstance(whole, dict) else whole
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
         raise ValueError(

@@ -1,5 +1,4 @@
-"""One clock for all ranks: offsets by ping-pong against rank 0, and the timelines of a group on rank 0's
-clock.
+"""One clock for all ranks: offsets by ping-pong against rank 0, and a group's timelines on its clock.
 
 Every rank stamps events with its own monotonic clock. Ranks on one machine share that clock (also across
 network namespaces), and are found to by their boot id, because an offset of exactly zero is better than the
@@ -56,8 +55,7 @@ def offset_of(pings: Sequence[Ping]) -> Offset:
 
 
 def gather(timeline: Timeline, *, group: ProcessGroup, device: str = "cpu") -> Timeline:
-    """The timelines of all ranks on rank 0's clock, lanes named `rank r/...`; every rank calls it and gets
-    it.
+    """All ranks' timelines on rank 0's clock, lanes named `rank r/...`; every rank calls it and gets it.
 
     `device` is where the group's backend takes tensors from: `"cpu"` for gloo and mpi, `"cuda"` for nccl.
     """

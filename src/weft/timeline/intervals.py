@@ -1,8 +1,7 @@
 """Sets of seconds: unions, intersections and differences of intervals, each by one sweep.
 
 An interval is a pair `(start, end)`. A *set* is a sorted list of disjoint intervals, which is what `union`
-returns and what the other functions take. Everything is O(n log n) in the number of intervals, or O(n) on
-sets.
+returns and what the other functions take. All is O(n log n), or O(n) on sets.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def rows(intervals: Sequence[Interval]) -> list[int]:
-    """Rows on which intervals can be drawn without one covering another: the lowest free row, in order of
-    start.
+    """Rows on which intervals can be drawn without one covering another: each takes the lowest free one.
 
     `intervals` must be sorted by start. As many rows are used as intervals run at once at the busiest moment.
 

@@ -31,8 +31,7 @@ def exposed_seconds(seconds: float, *, matmul_seconds: float) -> float:
 
 
 def overlap_efficiency(seconds: float, *, matmul_seconds: float, sequential_seconds: float) -> float | None:
-    """E_overlap; None where the sequential run is no slower than its matmul, so that there is nothing to
-    hide.
+    """E_overlap; None where the sequential run is no slower than its matmul: there is nothing to hide.
 
     >>> overlap_efficiency(12.0, matmul_seconds=10.0, sequential_seconds=18.0)
     0.75
@@ -45,9 +44,7 @@ def overlap_efficiency(seconds: float, *, matmul_seconds: float, sequential_seco
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a timeline is compared with: the best matmul alone, matmul then communication, and a bound if
-    known.
-    """
+    """The best matmul alone, matmul and then communication, and a bound if one is known."""
 
     matmul_seconds: float
     sequential_seconds: float
@@ -100,9 +97,7 @@ class Summary:
 
     @property
     def bound_fraction(self) -> float | None:
-        """The bound over the time taken: 1 is at the bound. None where no bound is known, or no time was
-        taken.
-        """
+        """The bound over the time: 1 is at the bound. None where no bound is known, or no time was taken."""
         bound = self.baseline.bound_seconds if self.baseline else None
         return None if bound is None or self.seconds == 0 else bound / self.seconds
 
@@ -148,9 +143,7 @@ def summarize(events: Sequence[Event], *, seconds: float, baseline: Baseline | N
     rows = []
     for lane, own in lanes.items():
         place = places[lane.rpartition("/")[0]]
-        hidden = intersection(own.compute, place.communication) + intersection(
-            own.communication, place.compute
-        )
+        hidden = intersection(own.compute, place.communication) + intersection(own.communication, place.compute)
         rows.append(_lane_summary(lane, own, overlapped=union(hidden)))
     wholes = [
         _lane_summary(name, own, overlapped=intersection(own.compute, own.communication))

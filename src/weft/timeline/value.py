@@ -20,8 +20,7 @@ def _order(event: Event) -> tuple[object, ...]:
 
 @dataclass(frozen=True, init=False)
 class Timeline:
-    """Events in order of start, predicted by a simulation or recorded by a trace; both are drawn the same
-    way.
+    """Events in order of start, predicted by a simulation or recorded by a trace; both look the same.
 
     The order in which events are given does not matter: two timelines of the same events and name are equal.
 
@@ -63,9 +62,7 @@ class Timeline:
 
     def shifted(self, seconds: float) -> Timeline:
         """The same events on a clock that is `seconds` ahead."""
-        return Timeline(
-            (replace(e, start=e.start + seconds, end=e.end + seconds) for e in self.events), name=self.name
-        )
+        return Timeline((replace(e, start=e.start + seconds, end=e.end + seconds) for e in self.events), name=self.name)
 
     @classmethod
     def merge(

@@ -15,7 +15,7 @@ inline vec fma(vec a, vec b, vec c) { return a * b + c; }
 
 }  // namespace weft::WEFT_ISA
 
-#include "kernels_impl.h"
+#include "table.h"
 
 namespace weft {
 const Kernels kernels_portable = make_kernels();

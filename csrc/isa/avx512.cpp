@@ -16,7 +16,7 @@ inline vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 
 }  // namespace weft::WEFT_ISA
 
-#include "kernels_impl.h"
+#include "table.h"
 
 namespace weft {
 const Kernels kernels_avx512 = make_kernels();
