@@ -29,7 +29,7 @@ $(STAMP): $(SOURCES)
 	@touch $@
 
 bench: setup ## run every benchmark in full; ARGS="--quick" for the short form
-	@for name in $$($(BIN)/weft bench --list --names); do $(BIN)/weft bench $$name $(ARGS) || exit 1; done
+	@for name in $$($(BIN)/weft bench --list | cut -d" " -f1); do $(BIN)/weft bench $$name $(ARGS) || exit 1; done
 
 lint: setup ## check style and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
