@@ -34,7 +34,7 @@ int64_t call_linear(const Kernels& k, Address x, int64_t ld_x, Address packed, i
                     int64_t ld_pre, Address out, int64_t ld_out, int threads, const Schedule& schedule) {
   const Epilogue epilogue{at<void>(bias), at<void>(pre),   ld_pre, at<void>(residual), ld_residual,
                           at<void>(out),  ld_out, static_cast<Activation>(activation)};
-  const Tile whole{at<void>(x), ld_x, at<void>(packed), static_cast<DType>(dtype), n, depth, 0, m, 0, n, epilogue};
+  const Tile whole{at<void>(x), ld_x, schedule.x_rows, at<void>(packed), static_cast<DType>(dtype), n, depth, 0, m, 0, n, epilogue};
   nb::gil_scoped_release release;
   return linear(k, Linear{whole, schedule, threads});
 }
@@ -65,16 +65,14 @@ NB_MODULE(_core, m) {
   nb::class_<Schedule>(m, "Schedule", "Tile sizes, order, groups and signals of one call.")
       .def("__init__", [](Schedule* s) { new (s) Schedule{}; })
       .def("__init__", [](Schedule* s, int64_t tile_m, int64_t tile_n, Address order, Address group_of, Address group_size,
-                          Address done, Address ready, int64_t ready_rows, int32_t ready_value, double timeout) {
+                          Address done, Address ready, int64_t ready_rows, int32_t ready_value, double timeout,
+                          Address x_rows, Address tile_out, Address tile_ld) {
         new (s) Schedule{tile_m, tile_n, at<int32_t>(order), at<int32_t>(group_of), at<int32_t>(group_size),
-                         at<int32_t>(done), at<int32_t>(ready), ready_rows, ready_value, timeout};
+                         at<int32_t>(done), at<int32_t>(ready), ready_rows, ready_value, timeout,
+                         at<int64_t>(x_rows), at<int64_t>(tile_out), at<int64_t>(tile_ld)};
       });
   m.def("linear", &call_linear, "Returns -1, or the block of rows that was not ready in time.");
-  m.def("measure_peak", [](const Kernels& k, int threads, int64_t rounds) {
-    nb::gil_scoped_release release;
-    const Peak peak = measure_peak(k, threads, rounds);
-    return std::vector<double>{peak.seconds, peak.flops};
-  });
+  m.def("fma_loop", &fma_loop, nb::call_guard<nb::gil_scoped_release>());
 
   m.def("counter_add", [](Address counter, int32_t value) { counter_add(at<int32_t>(counter), value); });
   m.def("counter_read", [](Address counter) { return counter_read(at<int32_t>(counter)); });

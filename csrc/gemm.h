@@ -18,6 +18,9 @@ struct Schedule {
   int64_t ready_rows;
   int32_t ready_value;         // a tile starts when its blocks have reached this
   double timeout;              // seconds to wait for one block
+  const int64_t* x_rows;       // the address of each row of x, when they do not lie a stride apart
+  const int64_t* tile_out;     // the address of each tile's first element, when tiles do not lie in one matrix
+  const int64_t* tile_ld;      // and the distance of its rows, in elements
 };
 
 struct Linear {
@@ -36,10 +39,7 @@ void pack(const Kernels&, const void* w, int64_t stride_n, int64_t stride_k, DTy
           void* packed);
 void unpack(const Kernels&, const void* packed, DType, int64_t n, int64_t k, int threads, void* w);
 
-// Seconds and flops of a loop of fused multiply-adds on `threads` threads: what the machine gives at best right now.
-struct Peak {
-  double seconds, flops;
-};
-Peak measure_peak(const Kernels&, int threads, int64_t rounds);
+// Runs fused multiply-adds that wait for nothing on `threads` threads; returns how many flops that was.
+double fma_loop(const Kernels&, int threads, int64_t rounds);
 
 }  // namespace weft

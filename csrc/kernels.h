@@ -25,6 +25,7 @@ struct Epilogue {
 struct Tile {
   const void* x;
   int64_t ld_x;
+  const int64_t* x_rows;  // the address of each row of x, when they do not lie ld_x apart; else null
   const void* packed;
   DType dtype;
   int64_t n, k;

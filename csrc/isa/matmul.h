@@ -207,8 +207,10 @@ inline void compute_tile(const Tile& t, const Scratch& s) {
   const int64_t blocks = t.k > kBlockK ? (t.k + kBlockK - 1) / kBlockK : 1, step = (t.k + blocks - 1) / blocks;
   for (int64_t i = 0; i < blocks; ++i) {
     const int64_t k0 = i * step, k = t.k - k0 < step ? t.k - k0 : step;
-    for (int64_t m = t.m0; m < t.m1; ++m)
-      widen((const T*)t.x + m * t.ld_x + k0, k, s.x + (m - t.m0) * kBlockLd);
+    for (int64_t m = t.m0; m < t.m1; ++m) {
+      const T* row = t.x_rows ? (const T*)t.x_rows[m] : (const T*)t.x + m * t.ld_x;
+      widen(row + k0, k, s.x + (m - t.m0) * kBlockLd);
+    }
     const BlockK b{s.x, k0, k, i == 0, i == blocks - 1};
     compute_block<T>(t, b, s);
   }

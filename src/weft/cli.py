@@ -108,8 +108,10 @@ def bench(
     for table in report.tables():
         _console().print(table)
     about = machine.describe()
-    _write(json_file, report.json(machine=about))
-    _write(html_file, report.html(machine=about))
+    if json_file is not None:
+        _write(json_file, report.json(machine=about))
+    if html_file is not None:
+        _write(html_file, report.html(machine=about))
 
 
 @lab_app.command("check")
@@ -143,7 +145,8 @@ def trace_show(
     typer.echo(draw([(t.name, t.events) for t in named], width=width or _console().width))
     for timeline in named:
         typer.echo(f"\n{printable(timeline.name)}\n{timeline.summary()}")
-    _write(html_file, timeline_page(named, title=", ".join(t.name for t in named)))
+    if html_file is not None:
+        _write(html_file, timeline_page(named, title=", ".join(t.name for t in named)))
 
 
 @app.command()
@@ -173,7 +176,6 @@ def _check_writable(file: Path | None) -> None:
         raise ValueError(f"got the output file {file}, which cannot be written; choose another place")
 
 
-def _write(file: Path | None, text: str) -> None:
-    if file is not None:
-        file.write_text(text, encoding="utf-8")
-        typer.echo(f"wrote {file}", err=True)
+def _write(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
+    typer.echo(f"wrote {file}", err=True)

@@ -10,10 +10,17 @@ import torch
 from weft import _core
 from weft.comm.signal import Counters
 from weft.errors import PeerTimeout
-from weft.kernels import PackedWeight, Ready, TileSchedule, Tiling, linear
+from weft.kernels import PackedWeight, Ready, Rows, TileOutput, TileSchedule, Tiling, linear, linear_tiles
 
 M, K, N, HALF = 96, 70, 64, 48
 TILING = Tiling(M, N, 24, 32)
+W = torch.ones(N, K)
+PACKED = PackedWeight.from_dense(W)
+X = torch.ones(M, K)
+
+
+def counters(n):
+    return torch.zeros(n, dtype=torch.int32)
 
 
 @pytest.fixture
@@ -114,6 +121,55 @@ def test_tiling_covers_the_output_once():
         assert (hits == 1).all()
 
 
+def test_rows_from_anywhere_and_tiles_to_anywhere(case):
+    """x in two windows with its rows shuffled; each group of tiles end to end in one flat buffer."""
+    x, packed, want = case
+    order = torch.randperm(M, generator=torch.Generator().manual_seed(1))
+    rows = Rows.stack([x[:30].clone(), torch.cat([x[30:], x[30:]], dim=1)[:, :K]]).gather(order)
+    flat, places, at = torch.full((M * N,), float("nan")), [], 0
+    for tile in range(TILING.count):
+        m0, m1, n0, n1 = TILING.box(tile)
+        size = (m1 - m0) * (n1 - n0)
+        places.append(flat[at : at + size].view(m1 - m0, n1 - n0))
+        at += size
+    done = counters(1)
+    linear_tiles(rows, packed, out=TileOutput(TILING, tuple(places)), schedule=TileSchedule(TILING), done=done)
+    for tile, place in enumerate(places):
+        m0, m1, n0, n1 = TILING.box(tile)
+        assert torch.equal(place, want[order][m0:m1, n0:n1])
+    assert done.item() == TILING.count
+
+
+PLACES = tuple(torch.empty(24, 32) for _ in range(TILING.count))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Rows.stack([]), "CPU matrices"),
+        (lambda: Rows.stack([torch.ones(2, 3), torch.ones(2, 4)]), "of one K"),
+        (lambda: Rows.stack([torch.ones(3, 2).t()]), "contiguous rows"),
+        (lambda: Rows.stack([torch.ones(2, 3)]).gather(torch.tensor([2])), "from 0 to 1, got 2 to 2"),
+        (lambda: TileOutput(TILING, PLACES[1:]), "needs as many places, got 7"),
+        (lambda: TileOutput(TILING, (*PLACES[1:], torch.empty(24, 31))), "tile 7 needs a CPU matrix"),
+        (lambda: TileOutput(TILING, (*PLACES[1:], torch.empty(24, 32).bfloat16())), "use one dtype"),
+        (
+            lambda: linear_tiles(
+                X, PACKED, out=TileOutput(TILING, PLACES), schedule=TileSchedule(Tiling(M, N, 48, 32))
+            ),
+            "need a schedule with that tiling",
+        ),
+        (
+            lambda: linear_tiles(Rows.stack([W.t()[:3].contiguous()]), PACKED, out=X, schedule=TileSchedule(TILING)),
+            "columns",
+        ),
+    ],
+)
+def test_bad_rows_and_places(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -132,15 +188,6 @@ def test_tiling_covers_the_output_once():
 def test_bad_schedules(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def counters(n):
-    return torch.zeros(n, dtype=torch.int32)
-
-
-W = torch.ones(N, K)
-PACKED = PackedWeight.from_dense(W)
-X = torch.ones(M, K)
 
 
 @pytest.mark.parametrize(

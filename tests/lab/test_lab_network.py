@@ -18,8 +18,8 @@ switch: ip link add name port0 mtu 9000 gso_max_size 31250 type veth peer name e
 switch: ip link set port0 master switch up
 switch: ip link add name port1 mtu 9000 gso_max_size 31250 type veth peer name eth0 mtu 9000 gso_max_size 31250 netns /ns/1
 switch: ip link set port1 master switch up
-switch: tc qdisc add dev port0 root tbf rate 1007376024bit burst 62500b limit 1073741824b
-switch: tc qdisc add dev port1 root tbf rate 1007376024bit burst 62500b limit 1073741824b
+switch: tc qdisc add dev port0 root tbf rate 1007375950bit burst 62500b limit 1073741824b
+switch: tc qdisc add dev port1 root tbf rate 1007375950bit burst 62500b limit 1073741824b
 host 0: sysctl ipv6/conf/all/disable_ipv6 1
 host 0: sysctl ipv6/conf/default/disable_ipv6 1
 host 0: sysctl ipv4/tcp_congestion_control reno
@@ -30,7 +30,7 @@ host 0: sysctl ipv4/tcp_rmem 4096 500000 500000
 host 0: ip link set lo up
 host 0: ip address add 10.77.0.1/24 dev eth0
 host 0: ip link set eth0 up
-host 0: tc qdisc add dev eth0 root tbf rate 1007376024bit burst 62500b limit 1073741824b
+host 0: tc qdisc add dev eth0 root tbf rate 1007375950bit burst 62500b limit 1073741824b
 """  # noqa: E501
 
 

@@ -23,6 +23,7 @@ def test_all_returned_is_no_failure() -> None:
     [
         ([Ending(0, How.RAISED, 2.0), Ending(1, How.RAISED, 1.0)], 1),
         ([Ending(0, How.RAISED, 1.5), Ending(1, How.DIED, 1.0)], 1),
+        ([Ending(0, How.RAISED, 1.5), Ending(1, How.DIED, 1.5)], 1),
         ([Ending(0, How.RAISED, 1.5), Ending(1, How.DIED, 1.6)], 0),
         ([Ending(0, How.STOPPED, 0.5), Ending(1, How.RAISED, 1.6), returned(2)], 1),
     ],

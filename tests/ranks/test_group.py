@@ -96,9 +96,7 @@ def test_every_dtype_and_shape_arrives() -> None:
 def tags_in_any_order() -> None:
     group = world_group()
     if group.rank == 0:
-        sends = [
-            group.send(torch.full((8,), 10 * tag + i), 1, tag=tag) for tag in (1, 2, 3) for i in range(2)
-        ]
+        sends = [group.send(torch.full((8,), 10 * tag + i), 1, tag=tag) for tag in (1, 2, 3) for i in range(2)]
         for transfer in sends:
             transfer.wait(what="a tagged message")
         return
@@ -106,9 +104,7 @@ def tags_in_any_order() -> None:
         for i in range(2):
             got = torch.zeros(8, dtype=torch.int64)
             group.recv(got, 0, tag=tag).wait(what=f"tag {tag}")
-            assert got.tolist() == [10 * tag + i] * 8, (
-                "equal tags arrive in the order in which they were sent"
-            )
+            assert got.tolist() == [10 * tag + i] * 8, "equal tags arrive in the order in which they were sent"
 
 
 def test_tags_are_matched() -> None:
@@ -156,9 +152,7 @@ def bad_arguments() -> None:
         with pytest.raises(ValueError, match=f"tag is {tag}, expected 0 <= tag"):
             group.send(x, 1 - group.rank, tag=tag)
     for call in (group.send, group.recv):
-        with pytest.raises(
-            ValueError, match=r"strides .* are \(1, 4\), expected a contiguous one; call contiguous"
-        ):
+        with pytest.raises(ValueError, match=r"strides .* are \(1, 4\), expected a contiguous one; call contiguous"):
             call(x.t(), 1 - group.rank)
     for timeout in (0.0, float("inf")):
         with pytest.raises(ValueError, match="expected a finite number of seconds above 0"):

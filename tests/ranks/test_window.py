@@ -153,9 +153,7 @@ def views_and_errors() -> None:
             window.view(0, shape, torch.uint8, offset=offset)
     for rank in (-1, 2):
         for access in (window.peer, window.counters):
-            with pytest.raises(
-                ValueError, match=rf"rank is {rank}, expected one of \(0, 1\), which share a host"
-            ):
+            with pytest.raises(ValueError, match=rf"rank is {rank}, expected one of \(0, 1\), which share a host"):
                 access(rank)
     assert "bytes_per_rank=100" in repr(window)
 
@@ -393,7 +391,7 @@ def create_until_killed(seed: int) -> bool:
     if dist.get_rank() == seed % dist.get_world_size():
         after = random.Random(seed).uniform(0.0, 0.05)
         threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    with contextlib.suppress(PeerTimeout):
+    with contextlib.suppress(WeftError):
         while True:
             Window.create(world(), 4096, timeout=2.0).close()
     return holds_nothing()
@@ -458,9 +456,7 @@ def test_a_store_whose_host_was_killed() -> None:
 def test_a_store_whose_host_hangs() -> None:
     results = run_ranks(host_of_the_store_gets, 2, signal.SIGSTOP)
     assert results[0] == "goes on"
-    assert results[1].startswith("PeerTimeout: waited 1 s for the group's store, which does not answer"), (
-        results[1]
-    )
+    assert results[1].startswith("PeerTimeout: waited 1 s for the group's store, which does not answer"), results[1]
 
 
 # Hosts ------------------------------------------------------------------------------------------------------

@@ -199,14 +199,25 @@ def test_doctor_as_json() -> None:
     assert [set(check) for check in checks] == [{"name", "status", "detail", "remedy"}] * len(doctor.CHECKS)
 
 
-def test_doctor_fails_without_the_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "broken", "remedy"),
+    [
+        ("weft._core", ["native core"], "-> install weft from a wheel"),
+        ("torch", ["torch", "process groups"], "-> pip install 'torch>=2.6'"),
+    ],
+)
+def test_doctor_fails_without_what_is_required_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, module: str, broken: list[str], remedy: str
+) -> None:
     monkeypatch.delattr(weft, "_core", raising=False)
-    monkeypatch.setitem(sys.modules, "weft._core", None)
+    monkeypatch.setitem(sys.modules, module, None)
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 1
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("broken")]
-    assert "native core" in line
-    assert "-> install weft from a wheel" in line
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(doctor.CHECKS)
+    failures = [line for line in lines if line.startswith("broken")]
+    assert [line.split("  ")[1].strip() or line for line in failures] == broken
+    assert all(remedy in line for line in failures)
 
 
 def test_a_missing_tool_has_a_remedy_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,7 @@ def test_wait_for_what_is_there_already() -> None:
 def test_timeout_names_what_it_waited_for() -> None:
     counters = Counters(2)
     counters.add(1, 2)
-    with pytest.raises(
-        PeerTimeout, match=r"waited 0\.05 s for tile 7 of rank 1 \(counter 1 is 2, awaited 3\)"
-    ):
+    with pytest.raises(PeerTimeout, match=r"waited 0\.05 s for tile 7 of rank 1 \(counter 1 is 2, awaited 3\)"):
         counters.wait(1, 3, timeout=0.05, what="tile 7 of rank 1")
 
 

@@ -119,9 +119,7 @@ class Group:
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
         mine = f"{what}: {value}".encode()
         digest = len(mine).to_bytes(_LENGTH_BYTES, "big") + hashlib.sha256(mine).digest()
-        digests = self._exchange(
-            digest, [len(digest)] * self.size, deadline=deadline, what=f"agreement on {what}"
-        )
+        digests = self._exchange(digest, [len(digest)] * self.size, deadline=deadline, what=f"agreement on {what}")
         if all(other == digest for other in digests):
             return
         lengths = [int.from_bytes(other[:_LENGTH_BYTES], "big") for other in digests]

@@ -96,9 +96,7 @@ class Meeting:
         pause = _FIRST_PAUSE
         while not self._store.check(keys):
             if self._deadline.left() == 0.0:
-                return [], [
-                    rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])
-                ]
+                return [], [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
             time.sleep(min(pause, self._deadline.left()))
             pause = min(2 * pause, _LONGEST_PAUSE)
         return [self._store.get(key).decode() for key in keys], []

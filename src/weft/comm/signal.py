@@ -87,9 +87,7 @@ class Counters:
         deadline = Deadline.after(timeout)
         while not _core.counter_wait(word, value, min(deadline.left(), _SLICE_SECONDS)):
             if deadline.left() == 0.0:
-                raise PeerTimeout(
-                    f"{what} (counter {index} is {self.read(index)}, awaited {value})", seconds=timeout
-                )
+                raise PeerTimeout(f"{what} (counter {index} is {self.read(index)}, awaited {value})", seconds=timeout)
 
     def reset(self) -> None:
         """Sets all counters to 0. Only when no other thread or process uses them: a concurrent `add` may be

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft import _core
 from weft.errors import PeerTimeout
-from weft.kernels.tiles import Ready, TileSchedule
+from weft.kernels.tiles import Ready, Rows, TileOutput, TileSchedule
 
 ACTIVATIONS: dict[str | None, int] = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -56,12 +56,20 @@ def unpack(packed: Tensor, n: int, k: int, isa_name: str, threads: int) -> Tenso
     return w
 
 
-def _check_like(t: Tensor, name: str, shape: tuple[int, ...], x: Tensor) -> None:
-    if t.shape != shape or t.dtype != x.dtype or t.device != x.device:
+def _check_like(t: Tensor, name: str, shape: tuple[int, ...], x: Tensor | Rows) -> None:
+    if t.shape != shape or t.dtype != x.dtype or not t.is_cpu:
         raise ValueError(
-            f"{name} must have shape {list(shape)} and be {x.dtype} on {x.device} like x, "
+            f"{name} must have shape {list(shape)} and be {x.dtype} on the CPU like x, "
             f"got {list(t.shape)}, {t.dtype} on {t.device}"
         )
+
+
+def _check_places(out: TileOutput, schedule: TileSchedule | None, dtype: torch.dtype) -> None:
+    if schedule is None or schedule.tiling != out.tiling:
+        tiling = None if schedule is None else schedule.tiling
+        raise ValueError(f"places for {out.tiling} need a schedule with that tiling, got {tiling}")
+    if out.places and out.places[0].dtype != dtype:
+        raise ValueError(f"out must be {dtype} like x, got {out.places[0].dtype}")
 
 
 def _rows(t: Tensor, name: str) -> tuple[int, int]:
@@ -73,11 +81,11 @@ def _rows(t: Tensor, name: str) -> tuple[int, int]:
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Rows,
     packed: Tensor,
     n: int,
     *,
-    out: Tensor,
+    out: Tensor | TileOutput,
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
@@ -89,7 +97,7 @@ def linear(
     ready: Ready | None = None,
 ) -> None:
     """out[M, N] = activation(x[M, K] w[N, K]^T + bias[N]) + residual[M, N]; `pre` takes the activation's input."""
-    m, k = x.shape
+    m, k = (x.m, x.k) if isinstance(x, Rows) else x.shape
     kernels, code = isa(isa_name), dtype_code(x.dtype)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {[*ACTIVATIONS]}, got {activation!r}")
@@ -98,8 +106,13 @@ def linear(
             f"x of shape [{m}, {k}] and {x.dtype} needs a weight packed from [{n}, {k}] in {x.dtype} "
             f"for {kernels.name}, got {packed.numel()} packed elements of {packed.dtype}"
         )
-    _check_like(out, "out", (m, n), x)
-    x_rows, out_rows = _rows(x, "x"), _rows(out, "out")
+    x_rows = (0, 0) if isinstance(x, Rows) else _rows(x, "x")
+    if isinstance(out, TileOutput):
+        _check_places(out, schedule, x.dtype)
+        out_rows = (0, 0)
+    else:
+        _check_like(out, "out", (m, n), x)
+        out_rows = _rows(out, "out")
     residual_rows = pre_rows = (0, 0)
     bias_at = 0
     if residual is not None:
@@ -112,7 +125,9 @@ def linear(
         _check_like(bias, "bias", (n,), x)
         bias = bias.contiguous()
         bias_at = bias.data_ptr()
-    native = _NO_SCHEDULE if schedule is None and ready is None else _native_schedule(m, n, schedule, done, ready)
+    native = _NO_SCHEDULE
+    if schedule is not None or ready is not None or isinstance(x, Rows):
+        native = _native_schedule(m, n, x, out, schedule, done, ready)
     late = _core.linear(
         kernels, *x_rows, packed.data_ptr(), code, m, n, k, bias_at, ACTIVATIONS[activation],
         *residual_rows, *pre_rows, *out_rows, thread_count(threads), native,
@@ -137,8 +152,9 @@ def _check_counters(counters: Tensor, name: str, at_least: int) -> int:
 
 
 def _native_schedule(
-    m: int, n: int, schedule: TileSchedule | None, done: Tensor | None, ready: Ready | None
-) -> _core.Schedule:
+    m: int, n: int, x: Tensor | Rows, out: Tensor | TileOutput,
+    schedule: TileSchedule | None, done: Tensor | None, ready: Ready | None,
+) -> _core.Schedule:  # fmt: skip
     tile_m = tile_n = order = groups = sizes = done_at = ready_at = 0
     if schedule is not None:
         tiling = schedule.tiling
@@ -157,10 +173,16 @@ def _native_schedule(
         if not (math.isfinite(timeout) and timeout > 0):
             raise ValueError(f"ready.timeout must be a finite number of seconds above 0, got {timeout}")
         ready_at = _check_counters(ready.counters, "ready.counters", -(-m // rows))
-    return _core.Schedule(tile_m, tile_n, order, groups, sizes, done_at, ready_at, rows, value, timeout)
+    x_rows = x.addresses.data_ptr() if isinstance(x, Rows) else 0
+    places = (out.addresses.data_ptr(), out.strides.data_ptr()) if isinstance(out, TileOutput) else (0, 0)
+    return _core.Schedule(
+        tile_m, tile_n, order, groups, sizes, done_at, ready_at, rows, value, timeout, x_rows, *places
+    )  # fmt: skip
 
 
-def fma_peak(*, threads: int = 1, rounds: int = 2_000_000, isa_name: str = "") -> float:
-    """Flops a second of independent fused multiply-adds on `threads` threads: the machine's best, measured now."""
-    seconds, flops = _core.measure_peak(isa(isa_name), thread_count(threads), rounds)
-    return flops / seconds
+def fma_loop(*, threads: int = 1, rounds: int = 1_000_000, isa_name: str = "") -> float:
+    """Runs independent fused multiply-adds on each of `threads` threads and returns how many flops that was.
+
+    Timed, it says what the machine gives at best right now.
+    """
+    return _core.fma_loop(isa(isa_name), thread_count(threads), rounds)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.kernels import cpu
 from weft.kernels.dispatch import kernels_for
-from weft.kernels.tiles import Ready, TileSchedule
+from weft.kernels.tiles import Ready, Rows, TileOutput, TileSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +105,36 @@ def linear(
         keep = activation is not None and torch.is_grad_enabled()
         y, _ = _op(rows, weight.data, _fresh(weight), bias, added, activation, weight.n, weight.isa, threads, keep)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.n)
+
+
+def linear_tiles(
+    x: Tensor | Rows,
+    weight: PackedWeight,
+    *,
+    out: Tensor | TileOutput,
+    schedule: TileSchedule,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    threads: int = 0,
+    done: Tensor | None = None,
+    ready: Ready | None = None,
+) -> None:
+    """`linear` for executors: rows of x [M, K] from anywhere, tiles of the product [M, N] to anywhere; no gradient.
+
+    >>> tiling = Tiling(m=4, n=64, tile_m=4, tile_n=32)
+    >>> left, right = torch.empty(4, 32), torch.empty(4, 32)
+    >>> x, w = Rows.stack([torch.ones(1, 3), torch.ones(3, 3)]), PackedWeight.from_dense(torch.ones(64, 3))
+    >>> linear_tiles(x, w, out=TileOutput(tiling, (left, right)), schedule=TileSchedule(tiling))
+    >>> right[3, 31].item()
+    3.0
+    """
+    k = x.k if isinstance(x, Rows) else x.shape[-1]
+    if k != weight.k:
+        raise ValueError(f"x must have {weight.k} columns for a weight {weight!r}, got {k}")
+    kernels_for(weight.data).linear(
+        x, weight.data, weight.n, out=out, bias=bias, activation=activation, isa_name=weight.isa,
+        threads=threads, schedule=schedule, done=done, ready=ready,
+    )  # fmt: skip
 
 
 def _executor_call(

@@ -122,3 +122,75 @@ class Ready:
     value: int = 1
     timeout: float = 60.0
     what: str = "rows of x"
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A matrix x [M, K] whose rows lie anywhere: in the windows of several ranks, or in another order.
+
+    Read in place by the matmul, which copies block by block anyway.
+
+    >>> Rows.stack([torch.zeros(2, 8), torch.ones(3, 8)]).m
+    5
+    """
+
+    addresses: Tensor
+    k: int
+    dtype: torch.dtype
+    sources: tuple[Tensor, ...] = field(repr=False)  # keeps the memory alive
+
+    @property
+    def m(self) -> int:
+        return self.addresses.numel()
+
+    @classmethod
+    def stack(cls, blocks: Sequence[Tensor]) -> Rows:
+        """The rows of [m_i, K] blocks, one block after the other."""
+        if not blocks or any(b.dim() != 2 or not _same_rows(b, blocks[0]) for b in blocks):
+            shapes = [(list(b.shape), b.dtype, b.device.type) for b in blocks]
+            raise ValueError(
+                f"blocks must be CPU matrices [m, K] of one K and dtype with contiguous rows, got {shapes}"
+            )
+        addresses = [b.data_ptr() + torch.arange(b.shape[0]) * (b.stride(0) * b.element_size()) for b in blocks]
+        return cls(torch.cat(addresses), blocks[0].shape[1], blocks[0].dtype, tuple(blocks))
+
+    def gather(self, index: Tensor) -> Rows:
+        """Row i of the result is row index[i] of this one; index is int64 [M']."""
+        if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < self.m):
+            raise ValueError(
+                f"row numbers must be from 0 to {self.m - 1}, got {int(index.min())} to {int(index.max())}"
+            )
+        return Rows(self.addresses[index].contiguous(), self.k, self.dtype, self.sources)
+
+
+def _same_rows(block: Tensor, like: Tensor) -> bool:
+    contiguous = block.shape[1] <= 1 or block.stride(1) == 1
+    return contiguous and block.is_cpu and (block.shape[1], block.dtype) == (like.shape[1], like.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class TileOutput:
+    """A place of its own for every tile: [tile rows, tile columns] matrices with contiguous rows, anywhere.
+
+    So a group of tiles is stored end to end, ready to be sent, or a tile goes straight into another rank's window.
+    """
+
+    tiling: Tiling
+    places: tuple[Tensor, ...] = field(repr=False)
+    addresses: Tensor = field(init=False, repr=False)
+    strides: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.places) != self.tiling.count:
+            raise ValueError(f"a tiling of {self.tiling.count} tiles needs as many places, got {len(self.places)}")
+        for tile, place in enumerate(self.places):
+            m0, m1, n0, n1 = self.tiling.box(tile)
+            if tuple(place.shape) != (m1 - m0, n1 - n0) or not _same_rows(place, place):
+                raise ValueError(
+                    f"tile {tile} needs a CPU matrix {[m1 - m0, n1 - n0]} with contiguous rows, "
+                    f"got {list(place.shape)} with strides {place.stride()}"
+                )
+            if place.dtype != self.places[0].dtype:
+                raise ValueError(f"tile {tile} is {place.dtype}, tile 0 {self.places[0].dtype}; use one dtype")
+        object.__setattr__(self, "addresses", torch.tensor([p.data_ptr() for p in self.places], dtype=torch.int64))
+        object.__setattr__(self, "strides", torch.tensor([p.stride(0) for p in self.places], dtype=torch.int64))

@@ -181,7 +181,9 @@ def _job(fn: Callable[..., object], args: tuple[object, ...], run: Run) -> Job:
     if not callable(fn):
         raise ValueError(f"fn is {fn!r}; expected a function that takes a Rank")
     preparation = spawn.get_preparation_data("weft-lab")
-    preparation.pop("authkey", None)  # not for pickling, and ranks do not use multiprocessing's listeners
+    del preparation["authkey"]  # not for pickling, and ranks do not use multiprocessing's listeners
+    if not os.path.isfile(preparation.get("init_main_from_path", "")):
+        preparation.pop("init_main_from_path", None)  # it is "<stdin>" when the script was piped in
     module = getattr(fn, "__module__", None) or "builtins"
     if module == "__main__" and not {"init_main_from_name", "init_main_from_path"} & preparation.keys():
         raise ValueError(

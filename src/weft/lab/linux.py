@@ -21,6 +21,7 @@ MS_REC = 0x4000
 MS_PRIVATE = 0x40000
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+PF_EXITING = 0x4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,6 +62,12 @@ def die_with_parent(parent: int) -> None:
     _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether the child `pid` has begun to exit, or has. The kernel notes it before it closes any file."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return bool(int(fields[6]) & PF_EXITING)
 
 
 def adopt_orphans() -> None:

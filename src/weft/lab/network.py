@@ -46,7 +46,7 @@ class Card:
     window:  what one connection may have under way in all
 
     >>> card(1.0)
-    Card(rate=1007376024, burst=62500, gso=31250, queue=125000, window=500000)
+    Card(rate=1007375950, burst=62500, gso=31250, queue=125000, window=500000)
     """
 
     rate: int

@@ -24,8 +24,8 @@ class Ending:
     """How one rank ended.
 
     seconds: on the monotonic clock, which all processes of a machine share. For RAISED it is read by the
-             rank itself; for DIED it is the last time at which the process was known to live, so that a
-             death always comes before what its peers raise because of it.
+             rank itself; for DIED it is a time at which the process was known to live, so that a death comes
+             before what its peers raise because of it, or at the same time.
     summary: one line, such as `ValueError: boom` or `killed by SIGKILL`
     detail:  the traceback of RAISED, the stacks of STUCK, what faulthandler wrote before DIED
     data:    the pickled result of RETURNED
@@ -58,7 +58,7 @@ class Run:
 def first_failure(endings: Sequence[Ending]) -> Ending | None:
     """The rank that failed first: the cause, where the others only saw their connection to it break."""
     failed = [ending for ending in endings if ending.how in (How.RAISED, How.DIED)]
-    return min(failed, key=lambda ending: ending.seconds, default=None)
+    return min(failed, key=lambda ending: (ending.seconds, ending.how is How.RAISED), default=None)
 
 
 def failure(endings: Sequence[Ending], run: Run) -> RankFailed | PeerTimeout | None:

@@ -36,7 +36,7 @@ class _Process:
     """A forked rank. `ending` is None until it is known.
 
     heard:  nothing more will be read from `reports`
-    lost:   the last time at which it was known to live, when `reports` broke before we saw it dead
+    lost:   the last time at which it was known to live, once it exits
     exited: it is gone and reaped
     """
 
@@ -140,7 +140,7 @@ class _Watch:
     def __init__(self, processes: Sequence[_Process], control: Connection) -> None:
         self.processes = processes
         self.control = control
-        self.seen = time.monotonic()  # every process without an ending was alive at this time
+        self.seen = time.monotonic()  # no process that is not `lost` was exiting at this time
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ)
         for process in processes:
@@ -172,15 +172,19 @@ class _Watch:
 
     def _next_events(self, deadline: float) -> bool:
         """Waits for something to happen and takes note of it; False when nothing did until the deadline."""
-        if not self.selector.select(max(0.0, deadline - time.monotonic())):
+        events = self.selector.select(max(0.0, deadline - time.monotonic()))
+        if not events:
             return False
-        # Asked again after the clock was read, and not before: whoever is not in this answer was certainly
-        # alive at `now`, however long the scheduler kept us waiting in between.
+        # An exiting process closes its connections before its end shows here, so what its peers raise can
+        # reach us first. It is exiting by then, though, and so gets the earlier time of the two.
         now = time.monotonic()
-        for key, _ in self.selector.select(0):
+        for process in self.processes:
+            if process.lost is None and not process.exited and linux.is_exiting(process.pid):
+                process.lost = self.seen
+        for key, _ in events:
             if key.fileobj is self.control:
                 raise CallerGoneError
-            process: _Process = key.data
+            process = key.data
             if key.fileobj is not process.reports:
                 self._bury(process)
             elif not process.heard:
@@ -189,10 +193,8 @@ class _Watch:
         return True
 
     def _hear(self, process: _Process) -> None:
-        try:
+        with suppress(EOFError, OSError):  # it is dying: how, its pidfd will tell
             process.ending = process.reports.recv()
-        except (EOFError, OSError):
-            process.lost = self.seen  # it is dying: how, its pidfd will tell
         process.heard = True
         self.selector.unregister(process.reports)
 
@@ -204,11 +206,9 @@ class _Watch:
         _, status = os.waitpid(process.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         if process.ending is None or (code != 0 and process.ending.how is How.RETURNED):
-            summary = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-            if process.ending is not None:
-                summary += " after it had returned"
-            alive = self.seen if process.lost is None else process.lost
-            process.ending = Ending(process.rank, How.DIED, alive, summary, process.stack())
+            late = " after it had returned" if process.ending is not None else ""
+            assert process.lost is not None
+            process.ending = Ending(process.rank, How.DIED, process.lost, _exit_text(code) + late, process.stack())
 
     def _give_up(self, how: How) -> None:
         running = [process for process in self.processes if process.ending is None]
@@ -218,6 +218,13 @@ class _Watch:
             detail = process.stack() or "  no stack: the process did not answer"
             process.ending = Ending(process.rank, how, time.monotonic(), "it was still running", detail)
             os.kill(process.pid, signal.SIGKILL)
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    return f"killed by {name}"
 
 
 def _ask_for_stacks(processes: Sequence[_Process]) -> None:
