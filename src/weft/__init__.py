@@ -10,17 +10,18 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.errors import PeerMismatch, PeerTimeout
+    from weft.errors import PeerLost, PeerMismatch, PeerTimeout
     from weft.kernels import PackedWeight, linear
     from weft.timeline import Timeline
     from weft.tracing import trace
 
-__all__ = ["PackedWeight", "PeerMismatch", "PeerTimeout", "Timeline", "linear", "trace"]
+__all__ = ["PackedWeight", "PeerLost", "PeerMismatch", "PeerTimeout", "Timeline", "linear", "trace"]
 
 __version__ = version("weft")
 
 _HOME = {
     "PackedWeight": "weft.kernels",
+    "PeerLost": "weft.errors",
     "PeerMismatch": "weft.errors",
     "PeerTimeout": "weft.errors",
     "Timeline": "weft.timeline",

@@ -29,6 +29,10 @@ def _peer_timeout(what: str, seconds: float) -> PeerTimeout:
     return PeerTimeout(what, seconds=seconds)
 
 
+class PeerLost(WeftError):
+    """The connection to another rank is closed: it died, or gave up first; the message names it and the wait."""
+
+
 class PeerMismatch(WeftError):
     """Ranks were about to do different things; the message names both sides. No byte has moved."""
 

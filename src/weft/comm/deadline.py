@@ -1,18 +1,10 @@
-"""What every wait for a peer needs: a deadline, and an error for a peer that is gone before it."""
+"""What every wait for a peer needs: a deadline."""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass
-
-from weft.errors import WeftError
-
-
-class PeerLost(WeftError):
-    """The connection to another rank is closed: it died, or gave up first. The message names the rank and the
-    wait.
-    """
 
 
 @dataclass(frozen=True)

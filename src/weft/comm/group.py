@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from weft.comm.deadline import Deadline, PeerLost
+from weft.comm.deadline import Deadline
 from weft.comm.hosts import hosts_of
-from weft.errors import PeerMismatch, PeerTimeout
+from weft.errors import PeerLost, PeerMismatch, PeerTimeout
 
 # Tags from here on are for weft's own messages.
 _TAG_LIMIT = 1 << 30

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
-from weft.comm.deadline import Deadline, PeerLost
-from weft.errors import PeerTimeout
+from weft.comm.deadline import Deadline
+from weft.errors import PeerLost, PeerTimeout
 
 T = TypeVar("T")
 
@@ -96,15 +96,16 @@ class Meeting:
         pause = _FIRST_PAUSE
         while not self._store.check(keys):
             if self._deadline.left() == 0.0:
-                return [], [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
+                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
+                if missing:
+                    return [], missing
+                break  # the last one came just now
             time.sleep(min(pause, self._deadline.left()))
             pause = min(2 * pause, _LONGEST_PAUSE)
         return [self._store.get(key).decode() for key in keys], []
 
     def _answer(self, call: Callable[[], T], step: str) -> T:
-        """`call()` in a thread, for a store whose server hangs (stopped, or cut off) blocks its client for
-        ever.
-        """
+        """`call()` in a thread, because a store blocks its client for ever when its server hangs or is cut off."""
         future: Future[T] = Future()
 
         def ask() -> None:

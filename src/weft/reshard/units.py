@@ -1,0 +1,225 @@
+"""Units: which box of a tensor goes from which ranks to which.
+
+    boxes of the source x boxes of the destination -> units -> streams
+
+A *unit* is the overlap of a source box and a destination box: each of its terms is held alike by some ranks,
+and some ranks need it. The boxes of a layout are a product of intervals, one for each dim, so overlaps are
+found dim by dim by merging two sorted lists, and a unit is one overlap of each dim: no pair of ranks is ever
+looked at that has nothing in common.
+
+A *stream* is all units, of all tensors, that the same ranks hold and the same ranks need, end to end as bytes.
+All that follows (senders, chunks, order) works on streams: a model has hundreds of thousands of units, but
+few kinds of them.
+
+Everything is in columns (numpy arrays): two meshes of 1,024 devices can have a million units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.layout import Ints, Layout
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to be moved: what it is called, what it is, and how it lies before and after.
+
+    dtype is the source's, `dst_dtype` the destination's; the values are cast on the way if they differ.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    src: Layout
+    dst: Layout
+    dst_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.dst.partial_axes:
+            raise ValueError(
+                f"destination of tensor {self.name!r} is {self.dst.placements}, expected Shard or Replicate; "
+                "a tensor can be read from Partial terms, but not be made into them"
+            )
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What travels: the narrower type, so that a cast saves bytes; terms are reduced before the cast."""
+        narrower = self.dst_dtype.itemsize <= self.dtype.itemsize
+        return self.dst_dtype if narrower and not self.src.partial_axes else self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole tensor on the wire."""
+        return math.prod(self.shape) * self.wire_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Units:
+    """n units, sorted by stream; `dims` is that of the tensor with the most.
+
+    tensor:  [n] index of the tensor
+    low:     [n, dims] first index of the box in the tensor, 0 for dims that it does not have
+    high:    [n, dims] past the last index, 1 for dims that it does not have
+    stream:  [n] index of the stream
+    start:   [n] first byte in the stream
+    nbytes:  [n] bytes on the wire
+    """
+
+    tensor: Ints
+    low: Ints
+    high: Ints
+    stream: Ints
+    start: Ints
+    nbytes: Ints
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """s streams in columns, and the sets of ranks that the columns point to.
+
+    itemsize: [s] bytes of one element
+    holders:  [s] index into `holder_sets`: for each term the ranks that hold it
+    takers:   [s] index into `taker_sets`: the ranks that need it
+    nbytes:   [s] size
+    """
+
+    itemsize: Ints
+    holders: Ints
+    takers: Ints
+    nbytes: Ints
+    holder_sets: tuple[tuple[Ranks, ...], ...]
+    taker_sets: tuple[Ranks, ...]
+
+    def __len__(self) -> int:
+        return len(self.itemsize)
+
+
+@dataclass(frozen=True)
+class _Overlaps:
+    """The units of one shape and pair of layouts: cells of both sides, boxes, elements."""
+
+    src: Ints
+    dst: Ints
+    low: Ints
+    high: Ints
+
+
+def find_units(tensors: Sequence[TensorSpec], *, each_taker: bool = False) -> tuple[Units, Streams]:
+    """The units and streams of some tensors; `each_taker` makes a unit for each rank that needs a box."""
+    dims = max((len(tensor.shape) for tensor in tensors), default=0)
+    known: dict[object, _Overlaps] = {}
+    sets = _Sets(each_taker)
+    columns: list[list[Ints]] = []
+    for index, tensor in enumerate(tensors):
+        key = (tensor.shape, tensor.src, tensor.dst)
+        if key not in known:
+            known[key] = _overlaps(*key)
+        columns.append(_columns(index, tensor, known[key], sets, dims))
+    joined = [np.concatenate(parts) for parts in zip(*columns, strict=True)] if columns else _nothing(dims)
+    return _stream(joined, sets)
+
+
+def _nothing(dims: int) -> list[Ints]:
+    flat, boxes = np.zeros(0, np.int64), np.zeros((0, dims), np.int64)
+    return [flat, boxes, boxes, flat, flat, flat, flat]
+
+
+class _Sets:
+    """Numbers for sets of ranks, the same for the same set whatever the layout that it comes from."""
+
+    def __init__(self, each_taker: bool) -> None:
+        self.each_taker = each_taker
+        self.holders: dict[tuple[Ranks, ...], int] = {}
+        self.takers: dict[Ranks, int] = {}
+        self._known: dict[object, Ints] = {}
+
+    def of_source(self, layout: Layout, ndim: int) -> Ints:
+        """[cells] the number of each cell's holders."""
+        key = (layout, ndim, "src")
+        if key not in self._known:
+            rows = (tuple(map(tuple, cell)) for cell in layout.holders(ndim).tolist())
+            self._known[key] = np.array([self.holders.setdefault(row, len(self.holders)) for row in rows])
+        return self._known[key]
+
+    def of_destination(self, layout: Layout, ndim: int) -> Ints:
+        """[cells, 1] the number of each cell's takers; [cells, replicas] with `each_taker`."""
+        key = (layout, ndim, "dst")
+        if key not in self._known:
+            cells = layout.holders(ndim)[:, 0, :].tolist()
+            rows = [[(rank,) for rank in cell] if self.each_taker else [tuple(sorted(cell))] for cell in cells]
+            numbers = [[self.takers.setdefault(one, len(self.takers)) for one in row] for row in rows]
+            self._known[key] = np.array(numbers, np.int64)
+        return self._known[key]
+
+
+def _overlaps(shape: tuple[int, ...], src: Layout, dst: Layout) -> _Overlaps:
+    """Every overlap of a source box and a destination box that is not empty."""
+    src_cell, dst_cell = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    lows: list[Ints] = []
+    highs: list[Ints] = []
+    for (a_low, a_high), (b_low, b_high) in zip(src.intervals(shape), dst.intervals(shape), strict=True):
+        a, b = _meeting(a_low, a_high, b_low, b_high)
+        low, high = np.maximum(a_low[a], b_low[b]), np.minimum(a_high[a], b_high[b])
+        count, before = len(a), len(src_cell)
+        src_cell = (src_cell[:, None] * len(a_low) + a).reshape(-1)
+        dst_cell = (dst_cell[:, None] * len(b_low) + b).reshape(-1)
+        lows = [np.repeat(x, count) for x in lows] + [np.tile(low, before)]
+        highs = [np.repeat(x, count) for x in highs] + [np.tile(high, before)]
+    empty = np.zeros((len(src_cell), 0), np.int64)
+    boxes = [np.stack(x, axis=1) if x else empty for x in (lows, highs)]
+    return _Overlaps(src_cell, dst_cell, *boxes)
+
+
+def _meeting(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> tuple[Ints, Ints]:
+    """Which intervals of two lists meet; each list is sorted and without gaps, and may have empty ones."""
+    (some_a,), (some_b,) = np.nonzero(a_high > a_low), np.nonzero(b_high > b_low)
+    starts = np.union1d(a_low[some_a], b_low[some_b])
+    if len(some_a) == 0 or len(some_b) == 0:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    a = some_a[np.searchsorted(a_low[some_a], starts, side="right") - 1]
+    b = some_b[np.searchsorted(b_low[some_b], starts, side="right") - 1]
+    return a, b
+
+
+def _columns(index: int, tensor: TensorSpec, found: _Overlaps, sets: _Sets, dims: int) -> list[Ints]:
+    ndim, item = len(tensor.shape), tensor.wire_dtype.itemsize
+    takers = sets.of_destination(tensor.dst, ndim)[found.dst]
+    copies = takers.shape[1]
+    holders = np.repeat(sets.of_source(tensor.src, ndim)[found.src], copies)
+    low, high = np.repeat(found.low, copies, axis=0), np.repeat(found.high, copies, axis=0)
+    elements = np.prod(high - low, axis=1, dtype=np.int64)
+    padding = ((0, 0), (0, dims - ndim))
+    low, high = np.pad(low, padding), np.pad(high, padding, constant_values=1)
+    count = len(elements)
+    sizes = np.full(count, item, np.int64)
+    return [np.full(count, index, np.int64), low, high, elements * item, sizes, holders, takers.reshape(-1)]
+
+
+def _stream(columns: Sequence[Ints], sets: _Sets) -> tuple[Units, Streams]:
+    tensor, low, high, nbytes, item, holders, takers = columns
+    key = (item * (len(sets.holders) + 1) + holders) * (len(sets.takers) + 1) + takers
+    _, first, stream = np.unique(key, return_index=True, return_inverse=True)
+    # Streams are numbered in the order of their first unit, which is that of the tensors.
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(first))
+    stream, first = rank[stream.reshape(-1)], np.sort(first)
+    order = np.argsort(stream, kind="stable")
+    ends = np.cumsum(nbytes[order])
+    total = np.bincount(stream, weights=nbytes, minlength=len(first)).astype(np.int64)
+    start = ends - nbytes[order] - (np.cumsum(total) - total)[stream[order]]
+    units = Units(tensor[order], low[order], high[order], stream[order], start, nbytes[order])
+    streams = Streams(
+        item[first], holders[first], takers[first], total, tuple(sets.holders), tuple(sets.takers)
+    )
+    return units, streams

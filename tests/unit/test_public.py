@@ -1,0 +1,37 @@
+"""The public surface: few names, all there, and cheap to import."""
+
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import weft
+
+
+def test_every_public_name_loads():
+    assert sorted(weft.__all__) == list(weft.__all__)
+    assert set(weft.__all__) <= set(dir(weft))
+    for name in weft.__all__:
+        assert getattr(weft, name).__name__ == name
+    with pytest.raises(AttributeError, match="its names are"):
+        weft.nonsense  # noqa: B018
+
+
+def test_importing_weft_does_not_import_torch():
+    code = "import sys, weft, weft.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(weft.__path__, "weft.")
+    if module.name not in {"weft.__main__", "weft._core"}
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
