@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,21 +14,24 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """\
-import subprocess, sys, time
+import subprocess, sys
 from multiprocessing import shared_memory
 from pathlib import Path
+import torch
+import torch.distributed as dist
 from weft.lab import Cluster
 
-def hang(rank, folder):
+def work(rank, folder):
     memory = shared_memory.SharedMemory(f"weft-kill-{rank.rank}", create=True, size=1 << 20)
     if rank.rank == 0:
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
     Path(folder, str(rank.rank)).touch()
-    time.sleep(1000)
+    while True:
+        dist.all_reduce(torch.zeros(1 << 20), group=rank.group)
 
 if __name__ == "__main__":
     with Cluster(hosts=2, devices=2, gbps=1.0) as cluster:
-        cluster.run(hang, sys.argv[1], timeout=1000.0)
+        cluster.run(work, sys.argv[1], timeout=1000.0)
 """
 
 Process = tuple[int, str]  # pid and start time: a pid alone may be somebody else's by now
@@ -58,11 +62,11 @@ def descendants(pid: int) -> list[int]:
     return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
-def traces() -> tuple[str, list[str], str]:
-    """What could be left on the machine itself: links, shared memory, mounts."""
-    links = Path("/proc/net/dev").read_text().splitlines()[2:]
-    names = " ".join(sorted(line.split(":")[0].strip() for line in links))
-    return names, sorted(os.listdir("/dev/shm")), Path("/proc/self/mounts").read_text()
+def traces() -> tuple[list[str], list[str], str]:
+    """What could be left on the machine itself: links, shared memory, mounts (a named namespace is one)."""
+    links = sorted(name for _, name in socket.if_nameindex())
+    memory = sorted(name for name in os.listdir("/dev/shm") if name.startswith("weft-kill"))
+    return links, memory, Path("/proc/self/mounts").read_text()
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None:
@@ -73,8 +77,8 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None
 
 
 @pytest.fixture
-def hanging_lab(namespaces: None, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A script whose four ranks all hang in their function; rank 0 has started a daemon of its own."""
+def busy_lab(namespaces: None, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A script whose four ranks all send data without end; rank 0 has started a daemon of its own."""
     script, folder = tmp_path / "script.py", tmp_path / "ranks"
     script.write_text(SCRIPT)
     folder.mkdir()
@@ -88,51 +92,61 @@ def hanging_lab(namespaces: None, tmp_path: Path) -> Iterator[subprocess.Popen[s
         caller.communicate()
 
 
+# Ties a wire to the namespaces of the given processes, and says which wires are left: the kernel takes away
+# one whose other end has gone with its namespace.
+WITNESS = """\
+import socket, subprocess, sys
+from weft.lab import linux, network
+linux.isolate()
+for line in sys.stdin:
+    for pid in line.split():
+        wire = f"link add wire{pid} type veth peer name witness netns {pid}"
+        subprocess.run([network.find_tool("ip"), *wire.split()], check=True)
+    print(*sorted(name for _, name in socket.if_nameindex()), flush=True)
+"""
+
+
+@pytest.fixture
+def witness(namespaces: None) -> Iterator[subprocess.Popen[str] | None]:
+    """The process that runs WITNESS; None without root, which a namespace of another user asks for."""
+    if os.geteuid() != 0:
+        yield None
+        return
+    command = [sys.executable, "-c", WITNESS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+
+
+def ask(witness: subprocess.Popen[str], question: str) -> list[str]:
+    assert witness.stdin is not None
+    assert witness.stdout is not None
+    witness.stdin.write(f"{question}\n")
+    witness.stdin.flush()
+    return witness.stdout.readline().split()
+
+
 @pytest.mark.parametrize("victim", ["caller", "guard", "zygote", "rank"])
-def test_nothing_is_left(victim: str, hanging_lab: subprocess.Popen[str]) -> None:
-    (guard,) = children(hanging_lab.pid)
+def test_nothing_is_left(victim: str, witness: subprocess.Popen[str] | None, request: pytest.FixtureRequest) -> None:
+    before = traces()
+    lab: subprocess.Popen[str] = request.getfixturevalue("busy_lab")
+    assert traces() == before  # nothing shows outside even while the lab is up
+    (guard,) = children(lab.pid)
     (zygote,) = children(guard)
     ranks = children(zygote)
-    everyone = [identify(pid) for pid in descendants(hanging_lab.pid)]
+    assert len(ranks) == 4
+    everyone = [identify(pid) for pid in descendants(lab.pid)]
+    if witness is not None:
+        assert len(ask(witness, f"{zygote} {ranks[0]} {ranks[3]}")) == 4  # lo, and three wires
     # The guard is what catches a daemon; nobody but its own murderer has an interest in killing it.
     (daemon,) = [pid for pid in descendants(zygote) if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
-    expected = [process for process in everyone if victim != "guard" or process[0] != daemon]
-    assert len(ranks) == 4
-    assert len(everyone) >= 7
 
-    pid = {"caller": hanging_lab.pid, "guard": guard, "zygote": zygote, "rank": ranks[2]}[victim]
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not any(lives(process) for process in expected), "the end of the lab", 20.0)
-
+    os.kill({"caller": lab.pid, "guard": guard, "zygote": zygote, "rank": ranks[2]}[victim], signal.SIGKILL)
     if victim == "guard":
         os.kill(daemon, signal.SIGKILL)
-    if victim != "caller":
-        _, stderr = hanging_lab.communicate(timeout=20.0)
-        assert ("rank 2 (host 1, device 0) of 4 failed first" in stderr) == (victim == "rank")
-        assert ("its own process died" in stderr) == (victim in ("guard", "zygote"))
-
-
-def test_the_machine_is_as_before(request: pytest.FixtureRequest) -> None:
-    before = traces()
-    caller: subprocess.Popen[str] = request.getfixturevalue("hanging_lab")
-    processes = [identify(pid) for pid in descendants(caller.pid)]
-    inside = {os.readlink(f"/proc/{pid}/ns/net") for pid, _ in processes}
-    assert len(inside) == 4  # the machine's own (the guard is in it), the switch's and two hosts'
-    assert traces() == before  # nothing shows outside even while the lab is up
-
-    caller.kill()
-    wait_until(lambda: not any(lives(process) for process in processes), "the end of the lab", 20.0)
+    wait_until(lambda: not any(lives(process) for process in everyone), "the end of the lab", 20.0)
     assert traces() == before
-    inside.discard(os.readlink("/proc/self/ns/net"))
-    assert not inside & namespaces_in_use()
-
-
-def namespaces_in_use() -> set[str]:
-    """The network namespaces of all processes: with no name and no mount, nothing else keeps one."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            found.add(os.readlink(entry / "ns" / "net"))
-        except OSError:
-            continue  # not a process, or gone, or not ours to see
-    return found
+    if witness is not None:
+        wait_until(lambda: ask(witness, "") == ["lo"], "the end of the namespaces", 20.0)
+    _, stderr = lab.communicate(timeout=20.0)
+    assert ("rank 2 (host 1, device 0) of 4 failed first" in stderr) == (victim == "rank")
+    assert ("its own process died" in stderr) == (victim in ("guard", "zygote"))

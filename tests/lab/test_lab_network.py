@@ -25,6 +25,7 @@ host 0: sysctl ipv6/conf/default/disable_ipv6 1
 host 0: sysctl ipv4/tcp_congestion_control reno
 host 0: sysctl ipv4/tcp_slow_start_after_idle 0
 host 0: sysctl ipv4/tcp_no_metrics_save 1
+host 0: sysctl ipv4/tcp_orphan_retries 2
 host 0: sysctl ipv4/tcp_limit_output_bytes 125000
 host 0: sysctl ipv4/tcp_rmem 4096 500000 500000
 host 0: ip link set lo up

@@ -15,6 +15,7 @@ import pytest
 
 from weft.errors import RankFailed
 from weft.lab import Cluster, Rank
+from weft.lab.cluster import reserve
 from weft.lab.doctor import namespaces_available
 
 
@@ -72,8 +73,8 @@ def test_a_name_in_use(loopback: Cluster) -> None:
 
 def test_a_name_is_free_again_afterwards() -> None:
     for _ in range(2):
-        with Cluster(hosts=1, devices=1, gbps=None, name=f"twice-{os.getpid()}") as cluster:
-            assert cluster.run(nothing) == [None]
+        with reserve(f"twice-{os.getpid()}"), pytest.raises(ValueError, match="is running"):
+            reserve(f"twice-{os.getpid()}")
 
 
 def test_functions_and_arguments_that_cannot_be_sent(loopback: Cluster) -> None:
@@ -100,9 +101,7 @@ def test_a_timeout_that_is_none(loopback: Cluster, timeout: float) -> None:
 
 def test_a_function_of_an_interactive_session() -> None:
     code = (
-        "from weft.lab import Cluster\n"
-        "def nothing(rank): pass\n"
-        "with Cluster(hosts=1, devices=1, gbps=None) as cluster: cluster.run(nothing)\n"
+        "from weft.lab import Cluster\ndef nothing(rank): pass\nCluster(hosts=1, devices=1, gbps=None).run(nothing)\n"
     )
     done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=120)
     assert "`nothing` is defined in an interactive session" in done.stderr
@@ -166,6 +165,7 @@ ATTEMPT = """
 from pathlib import Path
 from weft.errors import LabUnavailable
 from weft.lab import Cluster
+from weft.lab.cluster import reserve
 from weft.lab.doctor import namespaces_available
 print(namespaces_available())
 try:

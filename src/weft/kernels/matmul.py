@@ -78,7 +78,7 @@ def linear(
 ) -> Tensor:
     """activation(x w^T + bias) + residual: x [..., K], w [N, K], bias [N], residual [..., N] -> [..., N].
 
-    float32, or bfloat16 with float32 sums. `activation` is None, "gelu", "gelu_tanh" or "silu". Rows of `x`,
+    float32, or bfloat16 with float32 sums. `activation` is None, "gelu", "gelu_tanh", "silu" or "relu". Rows of `x`,
     `residual` and `out` may be strided. `threads=0` takes as many as torch uses.
 
     `schedule` gives the tiles, their order and their groups; `done`, int32 counters, one a group, are bumped as tiles
@@ -121,6 +121,7 @@ def linear_tiles(
 ) -> None:
     """`linear` for executors: rows of x [M, K] from anywhere, tiles of the product [M, N] to anywhere; no gradient.
 
+    >>> from weft.kernels import Tiling
     >>> tiling = Tiling(m=4, n=64, tile_m=4, tile_n=32)
     >>> left, right = torch.empty(4, 32), torch.empty(4, 32)
     >>> x, w = Rows.stack([torch.ones(1, 3), torch.ones(3, 3)]), PackedWeight.from_dense(torch.ones(64, 3))
@@ -246,7 +247,7 @@ def _backward(ctx, dy: Tensor | None, _):  # type: ignore[no-untyped-def]
         return (None,) * 10
     x, packed, weight, pre = ctx.saved_tensors
     needs_x, _, needs_weight, needs_bias, needs_residual, *_ = ctx.needs_input_grad
-    dz = _activation_grad(dy, pre, ctx.activation)
+    dz = activation_grad(dy, pre, ctx.activation)
     dx = dw = db = None
     if needs_x:
         dense = weight if ctx.has_weight else _unpack(packed, ctx.n, ctx.k, ctx.isa, ctx.threads)
@@ -268,12 +269,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return linear(a, PackedWeight.from_dense(b))
 
 
-def _activation_grad(dy: Tensor, pre: Tensor, activation: str | None) -> Tensor:
+def activation_grad(dy: Tensor, pre: Tensor, activation: str | None) -> Tensor:
     if activation is None:
         return dy
     aten = torch.ops.aten
     if activation == "silu":
         dz: Tensor = aten.silu_backward(dy, pre)
+    elif activation == "relu":
+        dz = aten.threshold_backward(dy, pre, 0)
     else:
         dz = aten.gelu_backward(dy, pre, approximate="tanh" if activation == "gelu_tanh" else "none")
     return dz

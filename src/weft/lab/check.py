@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.lab import network
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TOLERANCE = 0.05
-TRIES = 3
-"""A link that is off is measured again, because a machine that stands still for a while slows it down."""
+TRIES = 5
+"""A link that is off is measured again, and the best try counts: while the hypervisor runs somebody else on
+this machine's cores, no link of it gets anywhere."""
 
 _WARM_UP = 0.3  # seconds that are not counted
 _CHUNK = 1 << 18  # bytes at a time: they stay in the cache
@@ -27,12 +30,16 @@ Flow = tuple[int, int]  # sending rank, receiving rank
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; `asked` is None where there is no limit. Rates are Gbit/s of payload."""
+    """One measurement; `asked` is None where there is no limit. Rates are Gbit/s of payload.
+
+    stolen: the share of the machine's CPU time that the hypervisor kept for others meanwhile
+    """
 
     link: str
     asked: float | None
     measured: float
     tries: int = 1
+    stolen: float = 0.0
 
     @property
     def deviation(self) -> float:
@@ -91,20 +98,35 @@ def _patterns(hosts: int, devices: int) -> Iterator[_Pattern]:
 
 
 def _measure(cluster: Cluster, pattern: _Pattern, seconds: float) -> list[Row]:
+    """The rows of the try whose worst row is best, of as many tries as it takes to be within tolerance."""
+    attempts: list[list[Row]] = []
+    while len(attempts) < TRIES and not any(_worst(rows) <= TOLERANCE for rows in attempts):
+        attempts.append(_try(cluster, pattern, seconds))
+    best = min(attempts, key=_worst)
+    return [replace(row, tries=len(attempts)) for row in best]
+
+
+def _worst(rows: Sequence[Row]) -> float:
+    return max(abs(row.deviation) for row in rows)
+
+
+def _try(cluster: Cluster, pattern: _Pattern, seconds: float) -> list[Row]:
     spec = cluster.spec
     addresses = ["127.0.0.1" if spec.gbps is None else network.address(h) for h in range(spec.hosts)]
     asked = spec.gbps if pattern.limited else None
-    rows: list[Row] = []
-    for tries in range(1, TRIES + 1):
-        received = cluster.run(transfer, pattern.flows, addresses, seconds, timeout=seconds + 60.0)
-        rates = [received[receiver][flow] for flow, (_, receiver) in enumerate(pattern.flows)]
-        if pattern.each:
-            rows = [Row(name, asked, rate, tries) for name, rate in zip(pattern.each, rates, strict=True)]
-        else:
-            rows = [Row(pattern.name, asked, sum(rates), tries)]
-        if all(row.ok for row in rows):
-            break
-    return rows
+    before, start = _stolen_seconds(), time.monotonic()
+    received = cluster.run(transfer, pattern.flows, addresses, seconds, timeout=seconds + 60.0)
+    cores = os.cpu_count() or 1
+    stolen = (_stolen_seconds() - before) / ((time.monotonic() - start) * cores)
+    rates = [received[receiver][flow] for flow, (_, receiver) in enumerate(pattern.flows)]
+    if not pattern.each:
+        return [Row(pattern.name, asked, sum(rates), stolen=stolen)]
+    return [Row(name, asked, rate, stolen=stolen) for name, rate in zip(pattern.each, rates, strict=True)]
+
+
+def _stolen_seconds() -> float:
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def transfer(rank: Rank, flows: Sequence[Flow], addresses: Sequence[str], seconds: float) -> dict[int, float]:
@@ -169,7 +191,7 @@ def render(result: CheckResult) -> Table:
 
     table = Table(title=result.lab, title_justify="left")
     table.add_column("link")
-    for column in ("asked, Gbit/s", "measured", "off by", "tries"):
+    for column in ("asked, Gbit/s", "measured", "off by", "tries", "CPU stolen"):
         table.add_column(column, justify="right")
     table.add_column("verdict")
     for row in result.rows:
@@ -181,6 +203,7 @@ def render(result: CheckResult) -> Table:
             f"{row.measured:.3g}",
             f"{row.deviation:+.1%}" if limited else "-",
             str(row.tries),
+            f"{row.stolen:.1%}",
             verdict,
         )
     return table

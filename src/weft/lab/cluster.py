@@ -135,7 +135,7 @@ class Cluster:
             self._reservation = None
 
     def _start(self) -> None:
-        self._reservation = _reserve(self.spec.name)
+        self._reservation = reserve(self.spec.name)
         self._control, theirs = Pipe()
         main = f"from weft.lab.zygote import main; main({theirs.fileno()}, {os.getpid()})"
         with theirs:
@@ -160,7 +160,7 @@ class Cluster:
             raise RankFailed(f"{self}: its own process died while the caller waited for {what}") from error
 
 
-def _reserve(name: str) -> socket.socket:
+def reserve(name: str) -> socket.socket:
     """Takes the name for as long as the socket is open; the kernel frees it with this process."""
     reservation = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

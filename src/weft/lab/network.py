@@ -129,6 +129,7 @@ def _tcp(wire: Card) -> tuple[str, ...]:
         "ipv4/tcp_congestion_control reno",  # the one that every kernel has and every namespace may choose
         "ipv4/tcp_slow_start_after_idle 0",  # or each message after a pause would ramp up anew
         "ipv4/tcp_no_metrics_save 1",
+        "ipv4/tcp_orphan_retries 2",  # or what killed ranks had under way keeps their namespace for minutes
         f"ipv4/tcp_limit_output_bytes {wire.queue}",
         f"ipv4/tcp_rmem 4096 {wire.window} {wire.window}",
     )
