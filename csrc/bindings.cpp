@@ -1,11 +1,13 @@
-// The one binding file. Buffers come as addresses: weft.kernels has checked dtype, shape, strides and device, and a
+// Bindings. Buffers come as addresses: weft.kernels has checked dtype, shape, strides and device, and a
 // DLPack capsule for each tensor would cost more than a small matmul. Every long call releases the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings.h"
 #include "cpu.h"
 #include "gemm.h"
+#include "memory.h"
 #include "signal.h"
 #include "threads.h"
 
@@ -15,19 +17,12 @@ using namespace weft;
 
 namespace {
 
-template <class T>
-T* at(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 const Kernels& kernels(const std::string& isa) {
   if (const Kernels* found = find_kernels(isa)) return *found;
   std::string names;
   for (const auto& name : available_isas()) names += " " + name;
   throw nb::value_error(("no kernels for instruction set '" + isa + "' here; this CPU runs:" + names).c_str());
 }
-
-using Address = uintptr_t;
 
 int64_t call_linear(const Kernels& k, Address x, int64_t ld_x, Address packed, int dtype, int64_t m, int64_t n,
                     int64_t depth, Address bias, int activation, Address residual, int64_t ld_residual, Address pre,
@@ -74,10 +69,13 @@ NB_MODULE(_core, m) {
   m.def("linear", &call_linear, "Returns -1, or the block of rows that was not ready in time.");
   m.def("fma_loop", &fma_loop, nb::call_guard<nb::gil_scoped_release>());
 
+  m.def("advise_huge", [](Address start, size_t bytes) { advise_huge(at<void>(start), bytes); });
+
   m.def("counter_add", [](Address counter, int32_t value) { counter_add(at<int32_t>(counter), value); });
   m.def("counter_read", [](Address counter) { return counter_read(at<int32_t>(counter)); });
   m.def("counter_wait", [](Address counter, int32_t target, double timeout) {
     nb::gil_scoped_release release;
     return counter_wait(at<int32_t>(counter), target, deadline_after(timeout));
   });
+  bind_packed(m);
 }

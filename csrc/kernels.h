@@ -6,7 +6,7 @@
 namespace weft {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1 };
-enum class Activation : int32_t { none = 0, gelu = 1, gelu_tanh = 2, silu = 3 };
+enum class Activation : int32_t { none = 0, gelu = 1, gelu_tanh = 2, silu = 3, relu = 4 };
 
 // What happens to an accumulator before it is stored, in this order: + bias, (store pre), activation, + residual, store.
 // Every pointer but `out` may be null. Rows are strided in elements; columns are contiguous.
@@ -40,6 +40,93 @@ struct Scratch {
   float* sums;
 };
 
+// Packed attention. Rows are tokens, all sequences end to end; strides are in elements, a head's values contiguous.
+// Query i of a sequence sees key j when at - left <= j <= at + right, where at = i + k_len - q_len; a negative `left` or
+// `right` is no limit. `slopes` [heads] subtracts slope * |at - j| from the scores, `bias` [heads, 2 * reach + 1] adds
+// bias[reach + clamp(j - at, -reach, reach)]. `lse` [heads, total_q] takes the log2 of each query's sum.
+struct Attention {
+  const void *q, *k, *v;
+  void* out;
+  int64_t q_row, k_row, v_row, out_row;
+  int64_t q_head, k_head, v_head, out_head;
+  DType dtype;
+  int64_t heads, kv_heads, head_dim, total_q;
+  float scale;
+  int64_t left, right;
+  const float* slopes;
+  const float* bias;
+  int64_t reach;
+  float* lse;
+};
+
+struct AttentionGrad {
+  Attention forward;  // with `out` and `lse` as they were computed
+  const void* dout;
+  int64_t dout_row, dout_head;
+  void *dq, *dk, *dv;
+  int64_t dq_row, dk_row, dv_row;
+  int64_t dq_head, dk_head, dv_head;
+  float* dbias;  // [heads, 2 * reach + 1], zeroed by the caller, or null
+};
+
+// Queries [begin, end) of one head of one sequence, whose tokens start at q_start and k_start.
+struct AttentionItem {
+  int64_t q_start, q_len, k_start, k_len, head, begin, end;
+};
+
+// out = norm(x + x_bias + residual) * weight + beta, row by row; `sum` takes the norm's input. Null pointers are left out.
+struct Norm {
+  DType dtype;
+  bool rms;
+  const void* x;
+  int64_t x_ld;
+  const void* x_bias;
+  const void* residual;
+  int64_t residual_ld;
+  const void *weight, *beta;
+  float eps;
+  void* sum;
+  int64_t sum_ld;
+  void* out;
+  int64_t out_ld;
+  float *mean, *rstd;
+  int64_t width;
+};
+
+// out[r] = the sum over t of table[t][index[t][r]]; a negative index adds nothing.
+constexpr int kMaxTables = 3;
+struct Gather {
+  DType dtype;
+  int tables;
+  const void* table[kMaxTables];
+  int64_t table_ld[kMaxTables];
+  const int64_t* index[kMaxTables];
+  void* out;
+  int64_t out_ld, width;
+};
+
+// Rotates the pairs (c, c + head_dim / 2) of each head by the angles of the row's position; sign -1 turns back.
+struct Rotary {
+  DType dtype;
+  const void* x;
+  int64_t x_ld;
+  void* out;
+  int64_t out_ld, heads, head_dim;
+  const float *cos, *sin;  // [positions, head_dim / 2]
+  const int64_t* positions;
+  float sign;
+};
+
+// out[r] = activation(x[r][0:width]) * x[r][width:2 * width]
+struct Gate {
+  DType dtype;
+  const void* x;
+  int64_t x_ld;
+  void* out;
+  int64_t out_ld, width;
+  Activation activation;
+};
+
 struct Kernels {
   const char* name;
   int64_t panel;       // columns that are packed side by side
@@ -53,6 +140,15 @@ struct Kernels {
   void (*pack)(const void* w, int64_t stride_n, int64_t stride_k, DType, int64_t n, int64_t k, int64_t p, void* packed);
   void (*unpack)(const void* packed, DType, int64_t n, int64_t k, int64_t p, void* w);
   double (*fma_flops)(int64_t rounds);  // runs independent fused multiply-adds; returns how many flops
+  int64_t (*attention_queries)(int64_t head_dim);  // that an item covers at most
+  int64_t (*attention_scratch)(int64_t head_dim);  // floats that a thread needs
+  void (*attention)(const Attention&, const AttentionItem&, float* scratch);
+  int64_t (*attention_grad_scratch)(int64_t head_dim, int64_t group, int64_t max_queries);
+  void (*attention_grad)(const AttentionGrad&, const AttentionItem&, float* scratch);  // item.head: a key head
+  void (*norm_rows)(const Norm&, int64_t begin, int64_t end, float* scratch);          // scratch of `width` + 16 floats
+  void (*gather_rows)(const Gather&, int64_t begin, int64_t end);
+  void (*rotary_rows)(const Rotary&, int64_t begin, int64_t end);
+  void (*gate_rows)(const Gate&, int64_t begin, int64_t end);
 };
 
 extern const Kernels kernels_portable;

@@ -1,13 +1,17 @@
 // Fills the table of one instruction set.
 #pragma once
+#include "attention_grad.h"
 #include "matmul.h"
 #include "peak.h"
+#include "rows.h"
 
 namespace weft {
 
 constexpr Kernels make_kernels() {
   using namespace WEFT_ISA;
-  return {kName, kPanel, kStrip, kBlockK, kBlockLd, kMaxTileM, kMaxTileN, tile, pack, unpack, fma_flops};
+  return {kName, kPanel, kStrip, kBlockK, kBlockLd, kMaxTileM, kMaxTileN, tile, pack, unpack, fma_flops,
+          attention_queries, attention_scratch, attention, attention_grad_scratch, attention_grad,
+          norm_rows, gather_rows, rotary_rows, gate_rows};
 }
 
 }  // namespace weft

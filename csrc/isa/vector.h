@@ -87,6 +87,8 @@ inline vec activate(vec x, Activation activation) {
     }
     case Activation::silu:
       return sigmoid_times(x, x);
+    case Activation::relu:
+      return x < splat(0.0f) ? splat(0.0f) : x;  // NaN stays NaN
     case Activation::none:
       break;
   }

@@ -63,6 +63,88 @@ def linear(
     /,
 ) -> int: ...
 def fma_loop(kernels: Kernels, threads: int, rounds: int, /) -> float: ...
+def advise_huge(start: int, bytes: int, /) -> None: ...
 def counter_add(counter: int, value: int, /) -> None: ...
 def counter_read(counter: int, /) -> int: ...
 def counter_wait(counter: int, target: int, timeout: float, /) -> bool: ...
+
+Strided = tuple[int, int, int]  # address, stride of rows, stride of heads
+Rows = tuple[int, int]  # address, stride of rows
+
+class Attention:
+    def __init__(
+        self,
+        q: Strided,
+        k: Strided,
+        v: Strided,
+        out: Strided,
+        dtype: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        total_q: int,
+        scale: float,
+        left: int,
+        right: int,
+        slopes: int,
+        bias: int,
+        reach: int,
+        lse: int,
+        /,
+    ) -> None: ...
+
+def attention(kernels: Kernels, job: Attention, cu_q: int, cu_k: int, count: int, threads: int, /) -> None: ...
+def attention_grad(
+    kernels: Kernels,
+    job: Attention,
+    dout: Strided,
+    dq: Strided,
+    dk: Strided,
+    dv: Strided,
+    dbias: int,
+    cu_q: int,
+    cu_k: int,
+    count: int,
+    threads: int,
+    /,
+) -> None: ...
+def norm(
+    kernels: Kernels,
+    dtype: int,
+    rms: bool,
+    x: Rows,
+    x_bias: int,
+    residual: Rows,
+    weight: int,
+    beta: int,
+    eps: float,
+    sum: Rows,
+    out: Rows,
+    mean: int,
+    rstd: int,
+    rows: int,
+    width: int,
+    threads: int,
+    /,
+) -> None: ...
+def gather(
+    kernels: Kernels, dtype: int, tables: list[Strided], out: Rows, rows: int, width: int, threads: int, /
+) -> None: ...
+def rotary(
+    kernels: Kernels,
+    dtype: int,
+    x: Rows,
+    out: Rows,
+    heads: int,
+    head_dim: int,
+    cos: int,
+    sin: int,
+    positions: int,
+    sign: float,
+    rows: int,
+    threads: int,
+    /,
+) -> None: ...
+def gate(
+    kernels: Kernels, dtype: int, x: Rows, out: Rows, activation: int, rows: int, width: int, threads: int, /
+) -> None: ...

@@ -17,11 +17,11 @@ SCRIPT = """\
 import subprocess, sys
 from multiprocessing import shared_memory
 from pathlib import Path
-import torch
-import torch.distributed as dist
 from weft.lab import Cluster
 
 def work(rank, folder):
+    import torch
+    import torch.distributed as dist
     memory = shared_memory.SharedMemory(f"weft-kill-{rank.rank}", create=True, size=1 << 20)
     if rank.rank == 0:
         subprocess.Popen(["sleep", "1000"], start_new_session=True)

@@ -36,7 +36,7 @@ host 0: tc qdisc add dev eth0 root tbf rate 1007375950bit burst 62500b limit 107
 
 
 def test_the_plan_of_two_hosts() -> None:
-    text = "\n".join(str(step) for step in plan_network(2, 1.0, ["/ns/0", "/ns/1"]))
+    text = "\n".join(str(step) for step in plan_network(1.0, ["/ns/0", "/ns/1"]))
     host_1 = [line for line in text.splitlines() if line.startswith("host 1")]
     host_0 = [line for line in text.splitlines() if line.startswith("host 0")]
     assert text.startswith(PLAN_2_HOSTS)
@@ -44,7 +44,7 @@ def test_the_plan_of_two_hosts() -> None:
 
 
 def test_every_port_and_every_card_is_limited() -> None:
-    steps = plan_network(5, 2.0, [f"/ns/{host}" for host in range(5)])
+    steps = plan_network(2.0, [f"/ns/{host}" for host in range(5)])
     buckets = [line.split()[3] for step in steps if step.tool == "tc" for line in step.lines]
     assert buckets == [*(f"port{host}" for host in range(5)), *["eth0"] * 5]
 

@@ -15,9 +15,10 @@ from weft import _core
 from weft.errors import PeerTimeout
 from weft.kernels.tiles import Ready, Rows, TileOutput, TileSchedule
 
-ACTIVATIONS: dict[str | None, int] = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
+ACTIVATIONS: dict[str | None, int] = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "relu": 4}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MAX_THREADS = 1024
+_HUGE_BYTES = 4 << 20
 
 
 @cache
@@ -39,11 +40,19 @@ def dtype_code(dtype: torch.dtype) -> int:
     return _DTYPES[dtype]
 
 
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A new tensor; a large one on huge pages where the system has them."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if tensor.nbytes >= _HUGE_BYTES:
+        _core.advise_huge(tensor.data_ptr(), tensor.nbytes)
+    return tensor
+
+
 def pack(w: Tensor, isa_name: str, threads: int) -> Tensor:
     """[N, K] of any strides -> the flat packed form."""
     kernels, code = isa(isa_name), dtype_code(w.dtype)
     n, k = w.shape
-    packed = torch.empty(_core.packed_elements(kernels, n, k), dtype=w.dtype)
+    packed = empty(_core.packed_elements(kernels, n, k), dtype=w.dtype)
     _core.pack(kernels, w.data_ptr(), w.stride(0), w.stride(1), code, n, k, thread_count(threads), packed.data_ptr())
     return packed
 

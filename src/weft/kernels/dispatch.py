@@ -12,7 +12,7 @@ _MODULES = {"cpu": "weft.kernels.cpu"}
 
 
 def kernels_for(tensor: Tensor) -> ModuleType:
-    """The module with `pack`, `unpack` and `linear` for the device of `tensor`."""
+    """The module with `empty`, `pack`, `unpack` and `linear` for the device of `tensor`."""
     return _module(tensor.device.type)
 
 

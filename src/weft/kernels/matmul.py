@@ -99,7 +99,7 @@ def linear(
     if out is not None or schedule is not None or ready is not None or done is not None:
         return _executor_call(x, rows, weight, bias, activation, added, out, threads, schedule, done, ready)
     if _is_plain(x, weight.source, bias, residual):
-        y = x.new_empty(rows.shape[0], weight.n)
+        y = kernels_for(x).empty(rows.shape[0], weight.n, dtype=x.dtype)
         _run(rows, weight.data, weight.n, weight.isa, y, None, bias, activation, added, threads)
     else:
         keep = activation is not None and torch.is_grad_enabled()
@@ -147,7 +147,7 @@ def _executor_call(
     if done is not None and schedule is None:
         raise ValueError("done= counts the tiles of groups, so it needs schedule= to say which those are")
     if out is None:
-        out = x.new_empty(*x.shape[:-1], weight.n)
+        out = kernels_for(x).empty(*x.shape[:-1], weight.n, dtype=x.dtype)
     if tuple(out.shape) != (*x.shape[:-1], weight.n):
         raise ValueError(f"out must have shape {[*x.shape[:-1], weight.n]}, got {list(out.shape)}")
     target = out if out.dim() == 2 else out.view(-1, weight.n)
@@ -222,7 +222,7 @@ def _op(
     threads: int,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(x.shape[0], n)
+    y = kernels_for(x).empty(x.shape[0], n, dtype=x.dtype)
     pre = x.new_empty((x.shape[0], n) if keep_pre else (0,))
     _run(x, packed, n, isa, y, pre if keep_pre else None, bias, activation, residual, threads)
     return y, pre

@@ -29,19 +29,19 @@ class Cluster:
 
     Each of the `hosts` hosts has one full-duplex network card of `gbps` Gbit/s, which its `devices` ranks
     share; all cards meet in one switch. `gbps` is what TCP delivers as payload, in each direction and in
-    both at once. Inside a host traffic goes over loopback and is not limited, and the ranks of a host share
-    a /dev/shm that no other host sees.
+    both at once; a card that was idle lets the first 0.5 ms (at least 20 kB) through at once. Inside a host
+    traffic goes over loopback and is not limited, and its ranks share a /dev/shm that no other host sees.
 
     It needs root or unprivileged user namespaces, and `ip` and `tc`; without them it raises LabUnavailable.
     `gbps=None` runs on plain loopback instead, without namespaces or limits, and `describe()` says so.
 
-    >>> def total(rank, x):
-    ...     t = torch.tensor([x * rank.rank])
-    ...     dist.all_reduce(t, group=rank.group)
-    ...     return t.item()
-    >>> with Cluster(hosts=2, devices=2, gbps=1.0) as cluster:
-    ...     cluster.run(total, 10)
-    [60, 60, 60, 60]
+        def total(rank, x):
+            t = torch.tensor([x * rank.rank])
+            dist.all_reduce(t, group=rank.group)
+            return t.item()
+
+        with Cluster(hosts=2, devices=2, gbps=1.0) as cluster:
+            cluster.run(total, 10)                              # [60, 60, 60, 60]
 
     Whatever happens, also SIGKILL to this process or to a rank, nothing is left behind. (On plain loopback a
     rank that is killed can leave a named shared memory in /dev/shm, as it can without a lab.)
@@ -106,8 +106,7 @@ class Cluster:
         if self._control is None:
             raise RuntimeError(f"{self} is not open; use it as `with Cluster(...) as cluster: cluster.run(...)`")
         try:
-            self._control.send(job)
-            answer = self._answer(timeout + _ANSWER_MARGIN, f"the lab to finish `{job.run.function}`")
+            answer = self._ask(job, timeout + _ANSWER_MARGIN, f"the lab to finish `{job.run.function}`")
         except BaseException:
             self.close()  # nobody would read the answer to come, so this lab cannot go on
             raise
@@ -145,19 +144,19 @@ class Cluster:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the caller, which then closes the lab
             )
-        self._control.send(self.spec)
-        answer = self._answer(_START_TIMEOUT, "the lab to start")
+        answer = self._ask(self.spec, _START_TIMEOUT, "the lab to start")
         if isinstance(answer, Refusal):
-            raise LabUnavailable(answer.text) if answer.unavailable else RankFailed(answer.text)
+            raise LabUnavailable(answer.text) if answer.unavailable else RankFailed(f"{self}: {answer.text}")
 
-    def _answer(self, seconds: float, what: str) -> Any:
+    def _ask(self, question: Spec | Job, seconds: float, what: str) -> Any:
         assert self._control is not None
-        if not self._control.poll(seconds):
-            raise PeerTimeout(what, seconds=seconds)
         try:
-            return self._control.recv()
+            self._control.send(question)
+            if self._control.poll(seconds):
+                return self._control.recv()
         except (EOFError, ConnectionError) as error:
             raise RankFailed(f"{self}: its own process died while the caller waited for {what}") from error
+        raise PeerTimeout(what, seconds=seconds)
 
 
 def reserve(name: str) -> socket.socket:

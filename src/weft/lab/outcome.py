@@ -41,7 +41,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Run:
-    """What was run, for messages: `train_step` on 2 hosts of 2 devices with 60 s to finish."""
+    """What was run: the function's name, on hosts of `devices` ranks, with `timeout` seconds to finish."""
 
     function: str
     devices: int

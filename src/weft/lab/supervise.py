@@ -27,7 +27,7 @@ GRACE = 2.0
 _STACKS_WAIT = 2.0  # for the stacks of hanging ranks; one that is stopped (SIGSTOP) never writes them
 
 
-class CallerGoneError(Exception):
+class CallerGone(Exception):
     """The process that asked for the run has closed its end: nobody waits for the answer."""
 
 
@@ -64,8 +64,8 @@ class _Process:
 
 
 def run_job(spec: Spec, job: Job, namespaces: Sequence[int], control: Connection) -> list[Ending]:
-    """The endings of all ranks, by rank. Raises CallerGoneError when `control` closes meanwhile."""
-    deadline = time.monotonic() + job.run.timeout
+    """The endings of all ranks, by rank. Raises CallerGone when `control` closes meanwhile."""
+    start = time.monotonic()
     memories = _make_memories(spec)
     processes: list[_Process] = []
     try:
@@ -84,7 +84,7 @@ def run_job(spec: Spec, job: Job, namespaces: Sequence[int], control: Connection
                 )
                 not_theirs = [control, ours, *(process.reports for process in processes)]
                 processes.append(_fork(spec, job, seat, ours, not_theirs, store))
-        _Watch(processes, control).until_ended(deadline)
+        _Watch(processes, control, start).until_ended(start + job.run.timeout)
         return [process.ending for process in processes if process.ending is not None]
     finally:
         linux.kill_children()
@@ -137,10 +137,10 @@ def _fork(
 class _Watch:
     """The loop over what the ranks report and how their processes end."""
 
-    def __init__(self, processes: Sequence[_Process], control: Connection) -> None:
+    def __init__(self, processes: Sequence[_Process], control: Connection, start: float) -> None:
         self.processes = processes
         self.control = control
-        self.seen = time.monotonic()  # no process that is not `lost` was exiting at this time
+        self.seen = start  # no process that is not `lost` was exiting at this time
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ)
         for process in processes:
@@ -183,7 +183,7 @@ class _Watch:
                 process.lost = self.seen
         for key, _ in events:
             if key.fileobj is self.control:
-                raise CallerGoneError
+                raise CallerGone
             process = key.data
             if key.fileobj is not process.reports:
                 self._bury(process)

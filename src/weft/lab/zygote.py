@@ -24,7 +24,7 @@ from weft.errors import LabUnavailable
 from weft.lab import linux, network
 from weft.lab.outcome import Ending
 from weft.lab.spec import Job, Refusal, Spec
-from weft.lab.supervise import CallerGoneError, run_job
+from weft.lab.supervise import CallerGone, run_job
 
 
 def main(fd: int, caller: int) -> None:
@@ -50,7 +50,7 @@ def _zygote(control: Connection) -> None:
         linux.adopt_orphans()
         _serve(control)
         status = 0
-    except (EOFError, ConnectionError, CallerGoneError):
+    except (EOFError, ConnectionError, CallerGone):
         status = 0  # the caller closed the lab
     except BaseException:
         traceback.print_exc()
@@ -76,7 +76,7 @@ def _serve(control: Connection) -> None:
         try:
             _find_function(job)
             answer = run_job(spec, job, namespaces, control)
-        except CallerGoneError:
+        except CallerGone:
             raise
         except BaseException:  # whatever the user's module raised on import, SystemExit included
             answer = Refusal(traceback.format_exc())

@@ -1,0 +1,14 @@
+// What the binding files share.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void bind_packed(nanobind::module_&);
