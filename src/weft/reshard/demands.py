@@ -60,33 +60,33 @@ class Demands:
     chains: tuple[Ranks, ...]
 
 
-def find_demands(streams: Streams, host_of: Mapping[int, int]) -> Demands:
-    """Groups streams by the hosts of both sides."""
+def find_demands(streams: Streams, host_of: Mapping[int, int], *, merge: bool = True) -> Demands:
+    """Groups streams by the hosts of both sides; without `merge` each stream is a demand of its own."""
     chains = tuple(_chain(terms, host_of) for terms in streams.holder_sets)
     sides = [_places(terms, chain, host_of) for terms, chain in zip(streams.holder_sets, chains, strict=True)]
     needs = [tuple(sorted({host_of[rank] for rank in takers})) for takers in streams.taker_sets]
     side_index, side_of = _intern(sides)
     need_index, need_of = _intern(needs)
-    # One number for (hosts that hold, hosts that need, size of an element).
     side, need = side_of[streams.holders], need_of[streams.takers]
+    # One number for (hosts that hold, hosts that need, size of an element).
     key = (streams.itemsize * len(side_index) + side) * len(need_index) + need
-    kinds, kind = np.unique(key, return_inverse=True)
-    totals = np.bincount(kind, weights=streams.nbytes, minlength=len(kinds)).astype(np.int64)
+    _, first, kind = np.unique(key if merge else np.arange(len(streams)), return_index=True, return_inverse=True)
+    totals = np.bincount(kind, weights=streams.nbytes, minlength=len(first)).astype(np.int64)
     demands: list[Demand] = []
-    number = np.full(len(kinds), -1, np.int64)
+    number = np.full(len(first), -1, np.int64)
     common: list[Hosts] = []
-    for i, value in enumerate(kinds.tolist()):
-        rest, n = divmod(value, len(need_index))
-        item, s = divmod(rest, len(side_index))
-        (sources, chain), takers = side_index[s], need_index[n]
+    for i, stream in enumerate(first.tolist()):
+        (sources, chain), takers = side_index[side[stream]], need_index[need[stream]]
         targets = tuple(host for host in takers if host not in sources)
         common.append(() if chain else tuple(host for host in takers if host in sources))
         if (targets or chain) and totals[i]:
             number[i] = len(demands)
+            item = int(streams.itemsize[stream])
             demands.append(Demand(int(totals[i]), item, sources, targets, _squeeze(chain)))
     start = np.zeros(len(streams), np.int64)
     order = np.argsort(kind, kind="stable")
-    start[order] = np.cumsum(streams.nbytes[order]) - streams.nbytes[order] - (np.cumsum(totals) - totals)[kind[order]]
+    ends = np.cumsum(streams.nbytes[order])
+    start[order] = ends - streams.nbytes[order] - (np.cumsum(totals) - totals)[kind[order]]
     return Demands(tuple(demands), number[kind], start, _shares(streams, kind, common, host_of), chains)
 
 

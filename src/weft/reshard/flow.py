@@ -36,9 +36,7 @@ class Split:
     seconds: float
 
 
-def split_least(
-    supplies: Sequence[Supply], *, load: Ints, rates: NDArray[np.float64], at_least: float
-) -> Split:
+def split_least(supplies: Sequence[Supply], *, load: Ints, rates: NDArray[np.float64], at_least: float) -> Split:
     """Splits supplies among their hosts so that the largest (load + sent) / rate is least.
 
     load: bytes that each host sends in any case; `at_least` seconds are allowed whatever is sent

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ import torch
 from weft.layout import Ints, Layout
 
 Ranks = tuple[int, ...]
+Kind = tuple[torch.dtype, str | None]
 
 
 @dataclass(frozen=True)
@@ -88,21 +90,27 @@ class Units:
 class Streams:
     """s streams in columns, and the sets of ranks that the columns point to.
 
-    itemsize: [s] bytes of one element
+    kind:     [s] index into `kinds`: the type on the wire, and how terms are reduced
     holders:  [s] index into `holder_sets`: for each term the ranks that hold it
     takers:   [s] index into `taker_sets`: the ranks that need it
     nbytes:   [s] size
     """
 
-    itemsize: Ints
+    kind: Ints
     holders: Ints
     takers: Ints
     nbytes: Ints
+    kinds: tuple[Kind, ...]
     holder_sets: tuple[tuple[Ranks, ...], ...]
     taker_sets: tuple[Ranks, ...]
 
     def __len__(self) -> int:
-        return len(self.itemsize)
+        return len(self.kind)
+
+    @cached_property
+    def itemsize(self) -> Ints:
+        """[s] bytes of one element."""
+        return np.array([dtype.itemsize for dtype, _ in self.kinds], np.int64)[self.kind]
 
 
 @dataclass(frozen=True)
@@ -142,6 +150,7 @@ class _Sets:
         self.each_taker = each_taker
         self.holders: dict[tuple[Ranks, ...], int] = {}
         self.takers: dict[Ranks, int] = {}
+        self.kinds: dict[Kind, int] = {}
         self._known: dict[object, Ints] = {}
 
     def of_source(self, layout: Layout, ndim: int) -> Ints:
@@ -202,13 +211,14 @@ def _columns(index: int, tensor: TensorSpec, found: _Overlaps, sets: _Sets, dims
     padding = ((0, 0), (0, dims - ndim))
     low, high = np.pad(low, padding), np.pad(high, padding, constant_values=1)
     count = len(elements)
-    sizes = np.full(count, item, np.int64)
-    return [np.full(count, index, np.int64), low, high, elements * item, sizes, holders, takers.reshape(-1)]
+    kind = sets.kinds.setdefault((tensor.wire_dtype, tensor.src.reduce_op), len(sets.kinds))
+    numbers = [np.full(count, value, np.int64) for value in (index, kind)]
+    return [numbers[0], low, high, elements * item, numbers[1], holders, takers.reshape(-1)]
 
 
 def _stream(columns: Sequence[Ints], sets: _Sets) -> tuple[Units, Streams]:
-    tensor, low, high, nbytes, item, holders, takers = columns
-    key = (item * (len(sets.holders) + 1) + holders) * (len(sets.takers) + 1) + takers
+    tensor, low, high, nbytes, kind, holders, takers = columns
+    key = (kind * (len(sets.holders) + 1) + holders) * (len(sets.takers) + 1) + takers
     _, first, stream = np.unique(key, return_index=True, return_inverse=True)
     # Streams are numbered in the order of their first unit, which is that of the tensors.
     rank = np.empty(len(first), np.int64)
@@ -219,7 +229,6 @@ def _stream(columns: Sequence[Ints], sets: _Sets) -> tuple[Units, Streams]:
     total = np.bincount(stream, weights=nbytes, minlength=len(first)).astype(np.int64)
     start = ends - nbytes[order] - (np.cumsum(total) - total)[stream[order]]
     units = Units(tensor[order], low[order], high[order], stream[order], start, nbytes[order])
-    streams = Streams(
-        item[first], holders[first], takers[first], total, tuple(sets.holders), tuple(sets.takers)
-    )
+    columns = kind[first], holders[first], takers[first], total
+    streams = Streams(*columns, tuple(sets.kinds), tuple(sets.holders), tuple(sets.takers))
     return units, streams

@@ -1,0 +1,140 @@
+"""One function for each kind of call, on plain tensors and without gradients: what ops and backwards share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.kernels import PackedWeight, Rows, linear
+from weft.overlap.context import Call, Context
+from weft.overlap.outgoing import Counts
+from weft.overlap.plan import Op, OverlapPlan
+from weft.overlap.run_incoming import IncomingCall
+from weft.overlap.run_outgoing import OutgoingCall
+from weft.overlap.running import call_text, row_major
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the caller wants to be computed: the op, its shape, and a plan's text ("" for the group's own)."""
+
+    op: Op
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    plan: str
+    bias: bool
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def resolve(context: Context, call: Call, asked: Asked) -> tuple[OverlapPlan, str]:
+    """The plan to follow, and what all ranks must say alike. Collective when the group has no plan yet."""
+    if asked.plan:
+        plan = _checked(OverlapPlan.parse(asked.plan), context, asked)
+        return plan, call_text(plan, bias=asked.bias)
+    shape = (asked.op, asked.m, asked.n, asked.k, asked.dtype_name)
+    plan_or_none = context.planner.known(*shape)
+    if plan_or_none is None:
+        # A rank with a plan of its own is about to meet with another text, so nobody waits for it here.
+        blank = OverlapPlan(asked.op, asked.m, asked.n, asked.k, asked.dtype_name, context.hosts)
+        context.agreement.meet(f"{call_text(blank, bias=asked.bias)} plan=none yet", deadline=call.deadline)
+        plan_or_none = context.planner.make(*shape)
+    return plan_or_none, call_text(plan_or_none, bias=asked.bias)
+
+
+def _checked(plan: OverlapPlan, context: Context, asked: Asked) -> OverlapPlan:
+    if plan.op is not asked.op or plan.hosts != context.hosts or plan.dtype != asked.dtype_name:
+        raise ValueError(
+            f"the plan is for {plan.op.value} in {plan.dtype} on hosts {plan.hosts}, expected {asked.op.value} in "
+            f"{asked.dtype_name} on hosts {context.hosts}; plan_overlap makes one for this group"
+        )
+    return plan.fit(m=asked.m, n=asked.n, k=asked.k)
+
+
+def gather_matmul(
+    context: Context, x: Tensor, weight: PackedWeight, *, m: int, bias: Tensor | None, plan: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """All-gather x [m_r, K], times weight [N, K] -> [m, N]; and the gathered x [m, K] if `keep`, else [0, K]."""
+    y, gathered = x.new_empty(m, weight.n), x.new_empty(m if keep else 0, weight.k)
+    x = row_major(x)
+    with context.call() as call:
+        asked = Asked(Op.ALL_GATHER, m, weight.n, weight.k, x.dtype, plan, bias is not None)
+        run = IncomingCall(context, call, *resolve(context, call, asked), dtype=x.dtype)
+        run.prepare()
+        run.run(x, weight, out=y, bias=bias, gathered=gathered if keep else None)
+    return y, gathered
+
+
+def matmul_scatter(
+    context: Context,
+    op: Op,
+    x: Tensor,
+    weight: PackedWeight,
+    *,
+    bias: Tensor | None,
+    plan: str = "",
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
+    """x [M, K_r] times weight [N, K_r], summed over ranks: this rank's rows of it, or all (all-reduce)."""
+    m = x.shape[0]
+    x = row_major(x)
+    with context.call() as call:
+        asked = Asked(op, m, weight.n, weight.k, x.dtype, plan, bias is not None)
+        run = OutgoingCall(context, call, *resolve(context, call, asked), dtype=x.dtype)
+        y = x.new_empty(run.prepare(), weight.n)
+        run.run(x, weight, out=y, bias=bias, meanwhile=meanwhile)
+    return y
+
+
+def _exchange_counts(context: Context, call: Call, destinations: Tensor) -> Counts:
+    mine = torch.bincount(destinations, minlength=context.size)
+    return tuple(map(tuple, context.agreement.gather(mine, deadline=call.deadline)))
+
+
+def matmul_scatter_rows(
+    context: Context, x: Tensor, weight: PackedWeight, destinations: Tensor, *, bias: Tensor | None, plan: str
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] times weight [N, K], row i to rank destinations[i] -> [R, N]; and the counts int64 [P, P]."""
+    x = row_major(x)
+    with context.call() as call:
+        asked = Asked(Op.ALL_TO_ALL, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None)
+        found, text = resolve(context, call, asked)
+        run = OutgoingCall(context, call, found, text, dtype=x.dtype)
+        run.meet()  # sizes are exchanged first, so there is nothing to do meanwhile
+        counts = _exchange_counts(context, call, destinations)
+        y = x.new_empty(run.prepare(counts), weight.n)
+        rows: Tensor | Rows = x
+        if x.shape[0]:
+            rows = Rows.stack([x]).gather(torch.argsort(destinations, stable=True))
+        run.run(rows, weight, out=y, bias=None, kernel_bias=bias)
+    return y, torch.tensor(counts)
+
+
+def gather_rows_matmul(context: Context, x: Tensor, weight: PackedWeight, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The way back: x [R, K] returns to the ranks that its rows came from, times weight [N, K] -> [M, N].
+
+    Both results, the product and the gathered x [M, K], are in the order of destinations.
+    """
+    table = tuple(map(tuple, counts.tolist()))
+    m = sum(table[context.rank])
+    y, gathered = x.new_empty(m, weight.n), x.new_empty(m, weight.k)
+    x = row_major(x)
+    with context.call() as call:
+        asked = Asked(Op.GATHER_BACK, m, weight.n, weight.k, x.dtype, "", bias=False)
+        run = IncomingCall(context, call, *resolve(context, call, asked), dtype=x.dtype)
+        run.prepare(table)
+        run.run(x, weight, out=y, bias=None, gathered=gathered)
+    return y, gathered
+
+
+def alone(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """The op of a group of one rank."""
+    with torch.no_grad():
+        return linear(x.detach(), PackedWeight(weight.data, weight.n, weight.k, weight.isa), bias=bias)

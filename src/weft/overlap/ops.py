@@ -1,0 +1,247 @@
+"""The custom ops: what torch's dispatcher, autograd and compiler see. `functional.py` is what users call.
+
+A group travels by its name, as in torch's functional collectives. A weight is `w`, dense, or `packed`, with the dense
+one beside it when a gradient is wanted. Each backward is an op of its own, so that it overlaps when compiled too. The
+`run_` functions are the same without torch's dispatcher, which has nothing to add where no gradient is wanted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.kernels import PackedWeight
+from weft.overlap import calls
+from weft.overlap.context import Context, context_by_name, group_by_name
+from weft.overlap.plan import Op
+from weft.overlap.tiles import chunk_bounds
+from weft.overlap.weights import pack, product
+
+
+def _packed(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> PackedWeight:
+    if packed is not None:
+        return PackedWeight(packed, n, k, isa)
+    assert w is not None
+    return context.weights.packed(w)
+
+
+def _packed_t(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> PackedWeight:
+    """The transposed weight [K, N], which input gradients are multiplied with."""
+    if w is not None:
+        return context.weights.packed(w, transposed=True)
+    assert packed is not None
+    return pack(PackedWeight(packed, n, k, isa).to_dense().t())
+
+
+def _shard_rows(m: int, group_name: str) -> int:
+    """The rows of this rank, also while compiling, where there is no context."""
+    pg = group_by_name(group_name)
+    bounds = chunk_bounds(m, pg.size())
+    return bounds[pg.rank() + 1] - bounds[pg.rank()]
+
+
+# all_gather_matmul ------------------------------------------------------------------------------------------
+
+
+def run_all_gather_matmul(
+    x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None,
+    m: int, n: int, isa: str, group_name: str, plan: str, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    context = context_by_name(group_name)
+    weight = _packed(context, w, packed, n, x.shape[1], isa)
+    if context.size == 1:
+        return calls.alone(x, weight, bias), x.clone() if keep else x.new_empty(0, x.shape[1])
+    return calls.gather_matmul(context, x, weight, m=m, bias=bias, plan=plan, keep=keep)
+
+
+all_gather_matmul = torch.library.custom_op("weft::all_gather_matmul", run_all_gather_matmul, mutates_args=())
+
+
+@all_gather_matmul.register_fake
+def _(x, w, packed, bias, m, n, isa, group_name, plan, keep):  # type: ignore[no-untyped-def]
+    return x.new_empty(m, n), x.new_empty(m if keep else 0, x.shape[1])
+
+
+@torch.library.custom_op("weft::all_gather_matmul_backward", mutates_args=())
+def all_gather_matmul_backward(
+    dy: Tensor, gathered: Tensor, w: Tensor | None, packed: Tensor | None,
+    isa: str, group_name: str, needs_x: bool, needs_w: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx_shard = reduce_scatter(dy w), dw = dy^T x, which is computed while the last of dx travels."""
+    context = context_by_name(group_name)
+    n, k = dy.shape[1], gathered.shape[1]
+    dw = []
+
+    def weight_gradient() -> None:
+        if needs_w:
+            dw.append(product(dy.t(), gathered.t()))
+
+    if not needs_x:
+        weight_gradient()
+        dx = dy.new_empty(0, k)
+    elif context.size == 1:
+        dx = calls.alone(dy, _packed_t(context, w, packed, n, k, isa), None)
+        weight_gradient()
+    else:
+        weight = _packed_t(context, w, packed, n, k, isa)
+        dx = calls.matmul_scatter(context, Op.REDUCE_SCATTER, dy, weight, bias=None, meanwhile=weight_gradient)
+    return dx, dw[0] if dw else dy.new_empty(0, k)
+
+
+@all_gather_matmul_backward.register_fake
+def _(dy, gathered, w, packed, isa, group_name, needs_x, needs_w):  # type: ignore[no-untyped-def]
+    k = gathered.shape[1]
+    rows = _shard_rows(dy.shape[0], group_name) if needs_x else 0
+    return dy.new_empty(rows, k), dy.new_empty(dy.shape[1] if needs_w else 0, k)
+
+
+def _gather_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, w, packed, _, _, _, ctx.isa, ctx.group_name, _, _ = inputs
+    ctx.save_for_backward(output[1], w, packed)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gather_backward(ctx, dy: Tensor | None, _):  # type: ignore[no-untyped-def]
+    if dy is None:
+        return (None,) * 10
+    gathered, w, packed = ctx.saved_tensors
+    needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
+    dx = dw = None
+    if needs_x or needs_w:
+        dx, dw = all_gather_matmul_backward(dy, gathered, w, packed, ctx.isa, ctx.group_name, needs_x, needs_w)
+    db = dy.sum(0) if needs_bias else None
+    return dx if needs_x else None, dw if needs_w else None, None, db, *(None,) * 6
+
+
+all_gather_matmul.register_autograd(_gather_backward, setup_context=_gather_setup)
+
+
+# matmul_reduce_scatter, matmul_all_reduce -------------------------------------------------------------------
+
+
+def run_matmul_reduce(
+    x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None,
+    op: str, n: int, isa: str, group_name: str, plan: str,
+) -> Tensor:  # fmt: skip
+    context = context_by_name(group_name)
+    weight = _packed(context, w, packed, n, x.shape[1], isa)
+    if context.size == 1:
+        return calls.alone(x, weight, bias)
+    return calls.matmul_scatter(context, Op(op), x, weight, bias=bias, plan=plan)
+
+
+matmul_reduce = torch.library.custom_op("weft::matmul_reduce", run_matmul_reduce, mutates_args=())
+
+
+@matmul_reduce.register_fake
+def _(x, w, packed, bias, op, n, isa, group_name, plan):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0] if op == Op.ALL_REDUCE.value else _shard_rows(x.shape[0], group_name), n)
+
+
+@torch.library.custom_op("weft::matmul_reduce_scatter_backward", mutates_args=())
+def matmul_reduce_scatter_backward(
+    dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, isa: str, group_name: str, needs_w: bool
+) -> tuple[Tensor, Tensor]:
+    """dx = all_gather(dy_shard) w, dw = all_gather(dy_shard)^T x."""
+    context = context_by_name(group_name)
+    m, k, n = x.shape[0], x.shape[1], dy.shape[1]
+    weight = _packed_t(context, w, packed, n, k, isa)
+    if context.size == 1:
+        dx, gathered = calls.alone(dy, weight, None), dy
+    else:
+        dx, gathered = calls.gather_matmul(context, dy, weight, m=m, bias=None, plan="", keep=needs_w)
+    return dx, product(gathered.t(), x.t()) if needs_w else dy.new_empty(0, k)
+
+
+@matmul_reduce_scatter_backward.register_fake
+def _(dy, x, w, packed, isa, group_name, needs_w):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), dy.new_empty(dy.shape[1] if needs_w else 0, x.shape[1])
+
+
+def _reduce_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, w, packed, _, ctx.op, ctx.n, ctx.isa, ctx.group_name, _ = inputs
+    ctx.save_for_backward(x, w, packed)
+
+
+def _reduce_backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+    x, w, packed = ctx.saved_tensors
+    needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
+    dx = dw = None
+    if needs_x or needs_w:
+        if ctx.op == Op.ALL_REDUCE.value:  # dy is the same on all ranks: nothing to communicate
+            dense = w if w is not None else torch.ops.weft.unpack(packed, ctx.n, x.shape[1], ctx.isa, 0)
+            dx = product(dy, dense.t()) if needs_x else None
+            dw = product(dy.t(), x.t()) if needs_w else None
+        else:
+            dx, dw = matmul_reduce_scatter_backward(dy, x, w, packed, ctx.isa, ctx.group_name, needs_w)
+    db = dy.sum(0) if needs_bias else None
+    return dx if needs_x else None, dw if needs_w else None, None, db, *(None,) * 5
+
+
+matmul_reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
+
+
+# matmul_all_to_all ------------------------------------------------------------------------------------------
+
+
+def run_matmul_all_to_all(
+    x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None, destinations: Tensor,
+    rows: int, n: int, isa: str, group_name: str, plan: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    context = context_by_name(group_name)
+    weight = _packed(context, w, packed, n, x.shape[1], isa)
+    if context.size == 1:
+        return calls.alone(x, weight, bias), torch.tensor([[x.shape[0]]])
+    y, counts = calls.matmul_scatter_rows(context, x, weight, destinations, bias=bias, plan=plan)
+    if rows >= 0 and y.shape[0] != rows:
+        raise ValueError(f"rows={rows} rows were promised to rank {context.rank}, but {y.shape[0]} came")
+    return y, counts
+
+
+matmul_all_to_all = torch.library.custom_op("weft::matmul_all_to_all", run_matmul_all_to_all, mutates_args=())
+
+
+@matmul_all_to_all.register_fake
+def _(x, w, packed, bias, destinations, rows, n, isa, group_name, plan):  # type: ignore[no-untyped-def]
+    size = group_by_name(group_name).size()
+    if rows < 0:
+        rows = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(rows, n), torch.empty(size, size, dtype=torch.int64)
+
+
+@torch.library.custom_op("weft::matmul_all_to_all_backward", mutates_args=())
+def matmul_all_to_all_backward(
+    dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, destinations: Tensor, counts: Tensor,
+    isa: str, group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dz = the rows of dy, back on the ranks that they came from; dx = dz w, dw = dz^T x, db = sum of dz."""
+    context = context_by_name(group_name)
+    weight = _packed_t(context, w, packed, dy.shape[1], x.shape[1], isa)
+    if context.size == 1:
+        return calls.alone(dy, weight, None), product(dy.t(), x.t()), dy.sum(0)
+    sorted_dx, dz = calls.gather_rows_matmul(context, dy, weight, counts)
+    order = torch.argsort(destinations, stable=True)
+    dx = torch.empty_like(x)
+    dx[order] = sorted_dx
+    return dx, product(dz.t(), x[order].t()), dz.sum(0)
+
+
+@matmul_all_to_all_backward.register_fake
+def _(dy, x, w, packed, destinations, counts, isa, group_name):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), dy.new_empty(dy.shape[1], x.shape[1]), dy.new_empty(dy.shape[1])
+
+
+def _all_to_all_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, w, packed, _, destinations, _, _, ctx.isa, ctx.group_name, _ = inputs
+    ctx.save_for_backward(x, w, packed, destinations, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _all_to_all_backward(ctx, dy: Tensor, _):  # type: ignore[no-untyped-def]
+    needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
+    dx, dw, db = matmul_all_to_all_backward(dy, *ctx.saved_tensors, ctx.isa, ctx.group_name)
+    return dx if needs_x else None, dw if needs_w else None, None, db if needs_bias else None, *(None,) * 6
+
+
+matmul_all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_setup)

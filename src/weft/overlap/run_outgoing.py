@@ -1,0 +1,197 @@
+"""Runs a matmul whose output travels: the matmul on the caller's thread, the sending on another.
+
+Sums are made on the caller's thread after its matmul: with one core a rank they take the same time then as earlier,
+and when communication is the slower part they fill the wait for it. Only where other ranks wait for a sum (`early`)
+a third thread makes it as soon as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weft import tracing
+from weft.comm import Counters, Transfer
+from weft.kernels import PackedWeight, Rows, TileOutput, TileSchedule, linear_tiles
+from weft.overlap.lower_outgoing import lower
+from weft.overlap.memory import Need, view
+from weft.overlap.outgoing import Counts, Finish, Send, Space, View
+from weft.overlap.running import Running, as_bytes
+from weft.overlap.sums import add_parts, add_terms
+from weft.overlap.tiles import Axis
+from weft.overlap.worker import Job
+
+
+@dataclass(frozen=True)
+class Places:
+    """Tables over one bank: where tiles go, the order in which they are computed, and what counts them."""
+
+    out: Tensor | TileOutput
+    schedule: TileSchedule
+    done: Tensor
+
+
+class OutgoingCall(Running):
+    """One call of an op whose output travels."""
+
+    def prepare(self, counts: Counts | None = None) -> int:
+        """Lowers the plan and makes room; returns how many rows this rank will have."""
+        plan, bank = self.plan, self.call.bank
+        self.program = lower(plan, self.context.rank, counts)
+        most_rows = plan.m if counts is None else max(map(sum, counts))
+        blocks = max(-(-most_rows // plan.tile_m), plan.tiling.cols)  # at most, on any rank
+        self.context.reserve(self.call, Need(as_bytes(most_rows * plan.n, self.dtype), 2 * blocks), self.text)
+        self.published_at = blocks
+        sums = most_rows * plan.n if any(len(s.parts) > 1 for s in self.program.sends) else 0
+        self.inbox_at = sums
+        self.private = bank.private(as_bytes(sums + self.program.inbox_elements, self.dtype))
+        self.summed = Counters(len(self.program.cut.blocks))
+        self.places = self._places(counts)
+        self.transfers: list[Transfer] = []
+        return self.program.out_rows
+
+    def _places(self, counts: Counts | None) -> Places:
+        """Built once for a plan and a bank: a table of places takes longer than a small matmul."""
+        bank, cut = self.call.bank, self.program.cut
+        key = (self.plan, counts)
+        found = bank.bound.get(key)
+        if isinstance(found, Places):
+            return found
+        mine = bank.shared(self.context.rank)
+        out: Tensor | TileOutput = view(mine, self.dtype, 0, cut.tiling.m, cut.tiling.n)
+        if self.plan.axis is Axis.COLS:
+            tiles: dict[int, Tensor] = {}
+            for block in cut.blocks:
+                stored = view(mine, self.dtype, block.at, block.rows, block.cols)
+                for tile in cut.tiles(block):
+                    m0, m1, n0, n1 = cut.tiling.box(tile)
+                    tiles[tile] = stored[m0 - block.m0 : m1 - block.m0, n0 - block.n0 : n1 - block.n0]
+            out = TileOutput(cut.tiling, tuple(tiles[t] for t in range(cut.tiling.count)))
+        done = bank.counters(self.context.rank).tensor[: max(1, len(cut.blocks))]
+        made = Places(out, cut.schedule(self.program.order), done)
+        if counts is None:  # the rows of an all-to-all are hardly ever the same again
+            bank.bound[key] = made
+        return made
+
+    def run(
+        self,
+        x: Tensor | Rows,
+        weight: PackedWeight,
+        *,
+        out: Tensor,
+        bias: Tensor | None,
+        kernel_bias: Tensor | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """out [out_rows, n] = what this rank gets; `meanwhile` is computed while the last blocks travel."""
+        sequential, early = self.plan.sequential, self.program.early
+        sender = self.context.sender
+        # A sequential plan still meets while it computes, but sends nothing.
+        job = sender.start(lambda _: self.meet() if sequential else self._send_all(_), on_error=self._poison)
+        finish = None
+        if early and not sequential:
+            finish = self.context.finisher.start(lambda _: self._finish_all(job, bias, out))
+        start = tracing.now()
+        linear_tiles(
+            x, weight, out=self.places.out, schedule=self.places.schedule, bias=kernel_bias, done=self.places.done
+        )
+        self.record("compute", "matmul", "compute", start, flops=2.0 * out.shape[1] * weight.k * _rows(x))
+        if sequential:
+            job.join(seconds=self.patience())
+            job = sender.start(self._send_all, on_error=self._poison)
+        if meanwhile is not None:
+            meanwhile()
+        if finish is None:
+            self._finish_all(job, bias, out)
+        else:
+            finish.join(seconds=self.patience())
+        job.join(seconds=self.patience())
+
+    # The sending thread -------------------------------------------------------------------------------------
+
+    def _send_all(self, job: Job) -> None:
+        self.meet()
+        group = self.context.group
+        self.transfers = [
+            group.recv(self._private(self.inbox_at + e.at, 1, e.elements), e.peer, tag=e.tag)
+            for e in self.program.expects
+        ]
+        job.agreed()
+        sent = []
+        for send in self.program.sends:
+            data = self._gathered(send)
+            sent.append((send, tracing.now(), group.send(data, send.peer, tag=send.tag)))
+        for send, start, transfer in sent:
+            what = f"block {send.block} to rank {send.peer}"
+            transfer.wait_until(self.call.deadline, what=f"{self.op}: {what}")
+            self.record("send", what, "send", start, nbytes=as_bytes(send.elements, self.dtype))
+
+    def _gathered(self, send: Send) -> Tensor:
+        """The rows to send, once they are computed: in place, or added up over this host."""
+        parts = [self._view(part) for part in send.parts]
+        if len(parts) == 1:
+            return parts[0]
+        total = self._private(send.parts[0].at, send.parts[0].rows, send.parts[0].cols)
+        start = tracing.now()
+        add_parts(parts, total)
+        self.summed.add(send.block)
+        self.record("other", f"the host's sum of block {send.block}", "send", start)
+        return total
+
+    def _poison(self) -> None:
+        """Lets the caller's thread run into the error instead of into its deadline."""
+        for block in range(len(self.summed)):
+            self.summed.add(block)
+
+    # Finishing ----------------------------------------------------------------------------------------------
+
+    def _finish_all(self, job: Job, bias: Tensor | None, out: Tensor) -> None:
+        job.wait_until_agreed()
+        forwards: list[Transfer] = []
+        for finish in self.program.finishes:
+            forwards += self._finish(finish, bias, out)
+        for transfer in forwards:
+            transfer.wait_until(self.call.deadline, what=f"{self.op}: a result")
+
+    def _finish(self, finish: Finish, bias: Tensor | None, out: Tensor) -> list[Transfer]:
+        box, waited = finish.box, tracing.now()
+        terms = [[self._view(v) for v in term] for term in finish.terms]
+        self.record("recv", f"rows {box.m0} to {box.m1}", "comm", waited)
+        start = tracing.now()
+        target = out[box.m0 : box.m1, box.n0 : box.n1]
+        add_terms(terms, target, None if bias is None or finish.whole else bias[box.n0 : box.n1])
+        self.record("other", f"sum of rows {box.m0} to {box.m1}", "comm", start)
+        if finish.result is None:
+            return []
+        result = self._shared(finish.result)
+        result.copy_(target)
+        self.call.bank.counters(self.context.rank).add(self.published_at + finish.result.need)
+        return [self.context.group.send(result, peer, tag=tag) for peer, tag in finish.forward]
+
+    # Memory -------------------------------------------------------------------------------------------------
+
+    def _private(self, at: int, rows: int, cols: int) -> Tensor:
+        return view(self.private, self.dtype, at, rows, cols)
+
+    def _shared(self, v: View) -> Tensor:
+        return view(self.call.bank.shared(v.rank), self.dtype, v.at, v.rows, v.cols)
+
+    def _view(self, v: View) -> Tensor:
+        """The tensor of a view, once what it needs is there."""
+        if v.space is Space.INBOX:
+            what = f"{self.op}: part {v.need} of the output"
+            self.transfers[v.need].wait_until(self.call.deadline, what=what)
+            return self._private(self.inbox_at + v.at, v.rows, v.cols)
+        if v.space is Space.SUM:
+            self.summed.wait(v.need, 1, timeout=self.left(), what=f"{self.op}: the host's sum of block {v.need}")
+            return self._private(v.at, v.rows, v.cols)
+        counter = v.need + (self.published_at if v.space is Space.RESULT else 0)
+        what = f"{self.op}: block {v.need} of rank {v.rank}"
+        self.call.bank.counters(v.rank).wait(counter, v.tiles, timeout=self.left(), what=what)
+        return self._shared(v)
+
+
+def _rows(x: Tensor | Rows) -> int:
+    return x.m if isinstance(x, Rows) else x.shape[0]

@@ -1,0 +1,219 @@
+"""Runs the programs of all ranks in one process, on curves instead of on tensors, and draws what happens when.
+
+Each rank has lanes whose actions come one after the other: `compute`, `send` and `comm` (receiving and adding up). An
+action starts when its lane is free and what it needs is there. A message takes the card of the sending host, outwards,
+and that of the receiving host, inwards, for as long as the wire's curve says, and then its share of CPU from the
+matmuls of both ranks. Programs that wait for each other would show here as an error, before any rank does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from weft.overlap import incoming, lower_outgoing
+from weft.overlap.curves import Curves
+from weft.overlap.incoming import Arrival, Incoming
+from weft.overlap.outgoing import Counts, Outgoing, Send, Space, View
+from weft.overlap.plan import Op, OverlapPlan
+from weft.overlap.tiles import chunk_bounds
+from weft.overlap.work import item_bytes
+from weft.timeline import Event, Kind, Timeline
+
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a lane does: when all `needs` are known, for `seconds`, after which `gives` are.
+
+    `message` is (sending rank, receiving rank, bytes) for what takes the cards instead of the lane.
+    """
+
+    name: str
+    kind: Kind
+    needs: tuple[Key, ...]
+    gives: tuple[Key, ...]
+    seconds: float = 0.0
+    message: tuple[int, int, float] | None = None
+    flops: float | None = None
+
+
+@dataclass
+class _World:
+    """What is known so far, and until when each lane and card is taken."""
+
+    plan: OverlapPlan
+    curves: Curves
+    known: dict[Key, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
+    owed: dict[int, float] = field(default_factory=dict)  # CPU that messages took from each rank's matmul
+    events: list[Event] = field(default_factory=list)
+
+    def start_of(self, lane: str, action: Action) -> float | None:
+        """When the action can start; None when something that it needs is not known yet."""
+        times = [self.known.get(need) for need in action.needs]
+        if any(time is None for time in times):
+            return None
+        start = max([self.busy.get(lane, 0.0), *(time for time in times if time is not None)])
+        if action.message is None:
+            return start
+        # Whose card is free first goes first, or one rank would hand over all its messages before the next.
+        return max(start, self.busy.get(f"card {self.plan.hosts[action.message[0]]} out", 0.0))
+
+    def do(self, rank: int, lane: str, action: Action, start: float) -> None:
+        """The action happens."""
+        end = start + action.seconds
+        if action.message is not None:
+            start, end = self._transmit(start, *action.message)
+        else:
+            if lane.endswith("compute"):
+                end += self.owed.pop(rank, 0.0)
+            self.busy[lane] = end
+        self.known |= dict.fromkeys(action.gives, end)
+        nbytes = None if action.message is None else int(action.message[2])
+        self.events.append(Event(lane, action.kind, action.name, start, end, bytes=nbytes, flops=action.flops))
+
+    def _transmit(self, start: float, source: int, target: int, nbytes: float) -> tuple[float, float]:
+        here, there = self.plan.hosts[source], self.plan.hosts[target]
+        if here == there:
+            return start, start + nbytes / self.curves.add_bytes
+        # One card does not wait for the other: while the receiver's is taken, the sender's serves somebody else.
+        out, into, seconds = f"card {here} out", f"card {there} in", self.curves.wire(nbytes)
+        start = max(start, self.busy.get(out, 0.0))
+        end = max(start, self.busy.get(into, 0.0)) + seconds
+        self.busy |= {out: start + seconds, into: end}
+        for rank in (source, target):
+            self.owed[rank] = self.owed.get(rank, 0.0) + self.curves.cpu_per_byte * nbytes / 2
+        return start, end
+
+
+def simulate(plan: OverlapPlan, curves: Curves, counts: Counts | None = None) -> Timeline:
+    """The timeline of a plan. Without `counts`, all-to-all spreads the rows of each rank evenly."""
+    if counts is None and plan.op in (Op.ALL_TO_ALL, Op.GATHER_BACK):
+        bounds = chunk_bounds(plan.m, plan.size)
+        counts = (tuple(bounds[r + 1] - bounds[r] for r in range(plan.size)),) * plan.size
+    lanes: dict[tuple[int, str], list[Action]] = {}
+    for rank in range(plan.size):
+        if plan.op.gathers:
+            made = _incoming(plan, incoming.lower(plan, rank, counts), curves)
+        else:
+            made = _outgoing(plan, lower_outgoing.lower(plan, rank, counts), curves)
+        lanes |= {(rank, f"rank {rank}/{name}"): actions for name, actions in made.items()}
+    world = _World(plan, curves)
+    while any(lanes.values()):
+        waiting = [
+            (start, key)
+            for key, actions in lanes.items()
+            if actions and (start := world.start_of(key[1], actions[0])) is not None
+        ]
+        if not waiting:
+            stuck = "; ".join(f"{lane}: {actions[0].name}" for (_, lane), actions in lanes.items() if actions)
+            raise AssertionError(f"the ranks wait for each other: {stuck}")
+        start, (rank, lane) = min(waiting)
+        world.do(rank, lane, lanes[rank, lane].pop(0), start)
+    return Timeline(world.events, name=f"predicted: {plan.op.value} {plan.m} x {plan.n} x {plan.k}")
+
+
+def _row_seconds(plan: OverlapPlan, curves: Curves) -> float:
+    return 2.0 * plan.n * plan.k / curves.flops
+
+
+def _outgoing(plan: OverlapPlan, program: Outgoing, curves: Curves) -> dict[str, list[Action]]:
+    rank, item = program.rank, item_bytes(plan.dtype)
+    per_element = 2.0 * plan.k / curves.flops
+    compute = [
+        Action(f"block {i}", "compute", (), ((Space.PART, rank, i),), per_element * b.rows * b.cols)
+        for i, b in ((i, program.cut.blocks[i]) for i in program.order)
+    ]
+    compute.append(Action("end of the matmul", "other", (), (("computed", rank),)))
+    after = (("computed", rank),) if plan.sequential else ()
+    late = () if program.early and not plan.sequential else (("computed", rank),)
+    send: list[Action] = []
+    for s in program.sends:
+        needs = (*after, *(_key(v, rank) for v in s.parts))
+        if len(s.parts) > 1:
+            seconds = len(s.parts) * s.elements * item / curves.add_bytes
+            send.append(Action(f"sum of block {s.block}", "other", needs, ((Space.SUM, rank, s.block),), seconds))
+        send.append(_message(s, rank, needs, item))
+    comm: list[Action] = []
+    for f in program.finishes:
+        needs = (*late, *(_key(v, rank) for term in f.terms for v in term))
+        elements = f.box.rows * f.box.cols
+        seconds = sum(len(term) for term in f.terms) * elements * item / curves.add_bytes
+        done = ("finished", rank, f.box)
+        gives = (done,) if f.result is None else (done, (Space.RESULT, rank, f.result.need))
+        comm.append(Action(f"sum of rows {f.box.m0} to {f.box.m1}", "other", needs, gives, seconds))
+        for peer, tag in f.forward:
+            arrival = (("message", rank, peer, tag),)
+            nbytes = float(elements * item)
+            comm.append(Action(f"result to rank {peer}", "send", (done,), arrival, message=(rank, peer, nbytes)))
+    rename: dict[Key, Key] = {
+        (Space.INBOX, rank, i): ("message", e.peer, rank, e.tag) for i, e in enumerate(program.expects)
+    }
+    return {"compute": compute, "send": send, "comm": [_renamed(a, rename) for a in comm]}
+
+
+def _renamed(action: Action, rename: dict[Key, Key]) -> Action:
+    needs = tuple(rename.get(need, need) for need in action.needs)
+    return Action(action.name, action.kind, needs, action.gives, action.seconds, action.message)
+
+
+def _key(view: View, rank: int) -> Key:
+    """What a view waits for; a message is the receiver's own."""
+    return (view.space, rank if view.space is Space.INBOX else view.rank, view.need)
+
+
+def _message(send: Send, rank: int, needs: tuple[Key, ...], item: int) -> Action:
+    gives = (("message", rank, send.peer, send.tag),)
+    return Action(
+        f"block {send.block} to rank {send.peer}",
+        "send",
+        needs,
+        gives,
+        message=(rank, send.peer, float(send.elements * item)),
+    )
+
+
+def _incoming(plan: OverlapPlan, program: Incoming, curves: Curves) -> dict[str, list[Action]]:
+    rank, row_bytes = program.rank, plan.k * item_bytes(plan.dtype)
+    send = [
+        Action(
+            f"rows {s.start} to {s.end} to rank {s.peer}",
+            "send",
+            (),
+            (("message", rank, s.peer, s.tag),),
+            message=(rank, s.peer, float((s.end - s.start) * row_bytes)),
+        )
+        for s in program.sends
+    ]
+    comm = []
+    for o in program.offers:
+        seconds = (o.end - o.start) * row_bytes / curves.add_bytes
+        comm.append(Action(f"rows {o.start} to {o.end} to the window", "other", (), tuple(_told(o.tell)), seconds))
+    for e in program.expects:
+        needs = (("message", e.peer, rank, e.tag),)
+        comm.append(Action(f"rows {e.m0} to {e.m1} from rank {e.peer}", "recv", needs, tuple(_told(e.tell))))
+    return {"compute": _tile_rows(plan, program, curves), "send": send, "comm": comm}
+
+
+def _told(arrivals: Iterable[Arrival]) -> Iterable[Key]:
+    return (("rows", a.rank, a.m0, a.m1) for a in arrivals)
+
+
+def _tile_rows(plan: OverlapPlan, program: Incoming, curves: Curves) -> list[Action]:
+    """One action for each run of tile rows that wait for the same chunks."""
+    tiling, rank = program.tiling, program.rank
+    arrivals = [a for a in program.arrivals if a.rank == rank]
+    everything = tuple(_told(arrivals))
+    actions: list[Action] = []
+    for row in program.tile_rows:
+        m0, m1 = row * tiling.tile_m, min((row + 1) * tiling.tile_m, tiling.m)
+        needs = everything if plan.sequential else tuple(_told(a for a in arrivals if a.m0 < m1 and m0 < a.m1))
+        seconds = _row_seconds(plan, curves) * (m1 - m0)
+        if actions and actions[-1].needs == needs:
+            before = actions.pop()
+            actions.append(Action(before.name, "compute", needs, (), before.seconds + seconds))
+        else:
+            actions.append(Action(f"rows from {m0} on", "compute", needs, (), seconds))
+    return actions

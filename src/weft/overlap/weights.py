@@ -1,0 +1,65 @@
+"""Packed weights, kept as long as the dense ones that they come from."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from weft.kernels import PackedWeight, linear
+from weft.kernels.dispatch import kernels_for
+
+
+@dataclass(frozen=True)
+class _Entry:
+    storage: Any  # StorageWeakRef, which has no types
+    version: int
+    packed: PackedWeight
+
+
+def pack(dense: Tensor) -> PackedWeight:
+    """`PackedWeight.from_dense` without torch's dispatcher, whose first call imports the compiler, for seconds."""
+    return PackedWeight(kernels_for(dense).pack(dense, "", 0), dense.shape[0], dense.shape[1], "")
+
+
+class WeightCache:
+    """Packs a plain weight on its first use, and again when its version has changed: once a training step.
+
+    It goes by memory and version counter, not by the tensor object: a module may hand over a new view of its weight
+    in every call (DTensor does). A write through `.data` or from C does not count up the version, as with autograd;
+    whoever writes so makes a PackedWeight.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[object, ...], _Entry] = {}
+        self._lock = threading.Lock()
+
+    def packed(self, w: Tensor, *, transposed: bool = False) -> PackedWeight:
+        """w [N, K], or its transpose, in packed form. `w` must not be written to meanwhile."""
+        dense = w.detach().t() if transposed else w.detach()
+        if w.is_inference():  # made in inference mode: it has no version that could tell of a change
+            return pack(dense)
+        storage = w.untyped_storage()
+        key = (storage._cdata, w.storage_offset(), w.shape, w.stride(), w.dtype, transposed)
+        with self._lock:
+            found = self._entries.get(key)
+        if found is not None and found.version == w._version and not found.storage.expired():
+            return found.packed
+        packed = pack(dense)
+        with self._lock:
+            for gone in [k for k, e in self._entries.items() if e.storage.expired()]:
+                del self._entries[gone]
+            weak: Any = StorageWeakRef
+            self._entries[key] = _Entry(weak(storage), w._version, packed)
+        return packed
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] b[N, K]^T. torch's own float32 matmul needs no packing; its bfloat16 one is many times slower."""
+    if a.dtype == torch.float32:
+        return a @ b.t()
+    return linear(a, pack(b))

@@ -1,0 +1,42 @@
+"""A sharded tensor from any mesh and layout to any other, at the speed of the wires.
+
+`plan_reshard` makes a plan (pure); `reshard` and `reshard_state_dict` make and execute one; `Executor` executes
+a plan again and again.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from weft.reshard.api import reshard, reshard_state_dict
+from weft.reshard.describe import Source
+from weft.reshard.execute import Executor, Pending
+from weft.reshard.job import Handle
+from weft.reshard.plan import Plan, Traffic
+from weft.reshard.planner import STRATEGIES, plan_reshard, plan_tensors
+from weft.reshard.units import TensorSpec
+
+__all__ = [
+    "STRATEGIES",
+    "Executor",
+    "Handle",
+    "Pending",
+    "Plan",
+    "Source",
+    "TensorSpec",
+    "Traffic",
+    "plan_reshard",
+    "plan_tensors",
+    "reshard",
+    "reshard_state_dict",
+]
+
+
+class _CallableModule(ModuleType):
+    """`weft.reshard(x, ...)` is the function and `weft.reshard.Plan` is in the package: one name serves both."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return reshard(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -1,0 +1,186 @@
+"""Moves the bytes of a plan: messages between ranks, and copies inside a host.
+
+    receive thread   posts receives a few ahead, in order; reduces terms; passes chunks on; publishes them
+    send thread      packs and sends what this rank holds, a few ahead; publishes it inside the host
+    copy thread      copies what others published, and what this rank has already
+
+Chunks that lie in one piece of memory are sent from there and received there. All waits end: a rank that is
+dead or slow for `timeout` seconds ends the operation everywhere with an error that names chunk, unit and peer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+
+from weft import tracing
+from weft.comm import Group
+from weft.layout import Box, Layout
+from weft.reshard.lanes import Landing, Lane, Outgoing, Taking
+from weft.reshard.parts import Parts
+from weft.reshard.plan import Plan
+from weft.reshard.script import ScriptWriter
+from weft.reshard.staging import Rings, Slots, Stopped
+
+DEFAULT_STAGING = 256 << 20
+
+
+class Executor:
+    """Carries out one plan, any number of times, with the same buffers. Making one is collective.
+
+    All ranks of the group make it, also those that the plan does not name. They compare the plans' digests
+    here, before a byte moves.
+
+        with Executor(plan, group) as executor:
+            executor.run({0: source_shard}, {0: destination_shard})
+    """
+
+    def __init__(
+        self, plan: Plan, group: Group, *, max_staging_bytes: int = DEFAULT_STAGING, note: str = "ready"
+    ) -> None:
+        """`note` is compared among the ranks as well: what else they must have in common."""
+        self.plan, self.group = plan, group
+        self._world = tuple(dist.get_process_group_ranks(group.pg))
+        _check_ranks(plan, self._world)
+        group.agree("reshard", f"{plan!r}, max_staging_bytes {max_staging_bytes}, {note}")
+        _check_hosts(plan, group, self._world)
+        self.rank = self._world[group.rank]
+        writer = ScriptWriter(plan)
+        self.script = writer.of(self.rank)
+        received, own = writer.is_published()
+        largest = int((plan.chunks.stop - plan.chunks.start).max(initial=0))
+        slot = max(64, -(-largest // 64) * 64)
+        self.slots = Slots.within(max_staging_bytes, slot=slot, published=received, own=own)
+        self.rings = Rings(group, self.slots, received=received, own=own, world=self._world)
+        self._runs = 0
+        self._busy: Pending | None = None
+
+    def start(
+        self,
+        src: Mapping[int, Tensor],
+        dst: Mapping[int, Tensor],
+        *,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> Pending:
+        """Starts to move: `src` and `dst` are this rank's local tensors, by the plan's index of the tensor.
+
+        The sources may not change, and the destinations are not ready, until the handle is waited for.
+        `on_bytes` is told, on another thread, of every chunk that has landed.
+        """
+        if self._busy is not None:
+            self._busy.wait()
+        before, after = self._parts(src, "src"), self._parts(dst, "dst")
+        lane = Lane(self, before, after, self._runs, tracing.current(), on_bytes or _ignore)
+        self._runs += 1
+        self._busy = Pending(self, lane)
+        return self._busy
+
+    def _parts(self, tensors: Mapping[int, Tensor], side: str) -> Parts:
+        boxes = check_locals(self.plan, self.rank, tensors, side)
+        return Parts(self.plan, {index: tensors[index].detach() for index in boxes}, boxes)
+
+    def run(self, src: Mapping[int, Tensor], dst: Mapping[int, Tensor]) -> None:
+        """`start`, and wait."""
+        self.start(src, dst).wait()
+
+    def peer(self, rank: int) -> int:
+        """The group's number of a rank of the plan."""
+        return self._world.index(rank)
+
+    def close(self) -> None:
+        """Frees the staging memory. Not collective; not while a transfer is under way."""
+        self.rings.close()
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Pending:
+    """A reshard under way; `wait` for it. Sources must not change before that."""
+
+    def __init__(self, executor: Executor, lane: Lane) -> None:
+        self._executor = executor
+        self._lane = lane
+        self._errors: list[BaseException] = []
+        self._lock = threading.Lock()
+        works: list[Landing | Outgoing | Taking] = [Landing(lane), Outgoing(lane), Taking(lane)]
+        self._threads = [
+            threading.Thread(target=self._do, args=(work.run,), name=f"weft-reshard-{work.name}", daemon=True)
+            for work in works
+            if work.has_work
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        """Returns when this rank's part is done; raises what went wrong first."""
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        if self._errors:
+            raise self._errors[0]
+
+    def _do(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Stopped:
+            pass
+        except BaseException as error:
+            with self._lock:
+                self._errors.append(error)
+                first = len(self._errors) == 1
+            if first:
+                self._lane.wait.stop.set()
+                self._executor.rings.fail()
+                self._lane.break_off()
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+def _check_ranks(plan: Plan, world: tuple[int, ...]) -> None:
+    missing = [rank for rank in plan.ranks if rank not in world]
+    if missing:
+        raise ValueError(
+            f"the meshes of the plan have the ranks {missing}, which are not in the process group of ranks "
+            f"{list(world)}; expected a group with all of them; pass group="
+        )
+
+
+def _check_hosts(plan: Plan, group: Group, world: tuple[int, ...]) -> None:
+    """Ranks that the plan puts on one host must share one: they will share memory."""
+    real = {rank: group.hosts[i] for i, rank in enumerate(world)}
+    seen: dict[int, int] = {}
+    for rank in plan.ranks:
+        first = seen.setdefault(plan.host_of[rank], rank)
+        if real[first] != real[rank]:
+            raise ValueError(
+                f"the plan has ranks {first} and {rank} on host {plan.host_of[rank]}, but they run on different hosts; "
+                "give each rank of the meshes the host that it runs on (weft.comm.Group.hosts)"
+            )
+
+
+def check_locals(plan: Plan, rank: int, tensors: Mapping[int, Tensor], side: str) -> dict[int, Box]:
+    """The boxes of this rank's tensors, by index, once they are what the plan says; `side` is "src" or "dst"."""
+    boxes = {}
+    for index, spec in enumerate(plan.tensors):
+        layout: Layout = getattr(spec, side)
+        if rank not in layout.mesh.ranks:
+            continue
+        expected = layout.local_shape(spec.shape, rank), spec.dtype if side == "src" else spec.dst_dtype
+        given = tensors.get(index)
+        got = None if given is None else (tuple(given.shape), given.dtype)
+        if got != expected:
+            raise ValueError(
+                f"local {side} tensor of {spec.name!r} on rank {rank} is {got}, expected {expected} (shape, dtype) for "
+                f"{layout.notation(len(spec.shape))} of {spec.shape}; give the shard that the layout says"
+            )
+        boxes[index] = layout.box(spec.shape, rank)
+    return boxes

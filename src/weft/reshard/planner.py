@@ -1,0 +1,234 @@
+"""From layouts to a plan: units, senders, chunks, order. Pure: no device, no process group.
+
+strategy     unit                  sender                  way                        order
+send_recv    each taker's box      the least busy source   to each taker              as found
+all_gather   each box              the least busy source   to each host, whose ranks  as found
+                                                           receive parts in turn
+broadcast    each box              the least busy source   from host to host          searched (paper)
+optimal      all boxes of a kind   all sources, by flow    whatever loads cards least open shop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from weft.cluster import Cluster
+from weft.layout import Ints, Layout
+from weft.reshard.assign import Piece, assign_balanced, assign_first, assign_split, whole
+from weft.reshard.chunks import (
+    Chunks,
+    Cuts,
+    Hops,
+    Seats,
+    cut_in_turn,
+    cut_open_shop,
+    sort_hops,
+    split_evenly,
+    to_chunks,
+    to_hops,
+)
+from weft.reshard.demands import Demands, find_demands
+from weft.reshard.plan import Plan
+from weft.reshard.search import Job, Schedule, depth_first, greedy, in_order
+from weft.reshard.units import TensorSpec, find_units
+
+SMALLEST_CHUNK, LARGEST_CHUNK = 64 << 10, 4 << 20
+# A chunk is so small a part of what the busiest card carries. Where hosts pass chunks on, each waits for its
+# first one: a chain over four hosts then ends 2 % late.
+_CHUNKS_PER_CARD, _CHUNKS_PER_RELAY = 32, 128
+# Jobs up to which the paper's depth-first search is run.
+_FEW_JOBS = 8
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a plan is made; `STRATEGIES` has the named ones.
+
+    each_taker: a rank is served for itself, not through another rank of its host
+    relay:      hosts pass a chunk on
+    rotate:     the ranks of a host receive chunks in turn
+    """
+
+    each_taker: bool = False
+    relay: bool = False
+    rotate: bool = False
+    senders: Literal["first", "balanced", "split"] = "balanced"
+    order: Literal["given", "search", "open_shop"] = "given"
+
+
+STRATEGIES = {
+    "send_recv": Strategy(each_taker=True),
+    "all_gather": Strategy(rotate=True),
+    "broadcast": Strategy(relay=True, order="search"),
+    "optimal": Strategy(senders="split", order="open_shop"),
+}
+
+
+def plan_reshard(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    src: Layout,
+    dst: Layout,
+    cluster: Cluster | None = None,
+    strategy: str = "optimal",
+    chunk_bytes: int | None = None,
+    dst_dtype: torch.dtype | None = None,
+    name: str = "tensor",
+) -> Plan:
+    """The plan that moves one tensor from a mesh and layout to another.
+
+    cluster: the cards' rates; without it all are alike (10 Gbit/s), which gives the same order
+    chunk_bytes: the largest message; chosen from the size of the transfer unless told
+
+    >>> from weft.layout import Mesh, Replicate, Shard
+    >>> a, b = Mesh.grid(2, 1), Mesh.grid(1, 2, first_rank=2, first_host=2)
+    >>> src, dst = Layout(a, [Shard(0), Replicate()]), Layout(b, [Replicate(), Shard(0)])
+    >>> plan = plan_reshard((256, 256), torch.float32, src=src, dst=dst)
+    >>> plan.bytes_by_card[2]
+    Traffic(out=0, into=262144)
+    """
+    spec = TensorSpec(name, tuple(int(size) for size in shape), dtype, src, dst, dst_dtype or dtype)
+    return plan_tensors([spec], cluster=cluster, strategy=strategy, chunk_bytes=chunk_bytes)
+
+
+def plan_tensors(
+    tensors: Sequence[TensorSpec],
+    *,
+    cluster: Cluster | None = None,
+    strategy: str = "optimal",
+    chunk_bytes: int | None = None,
+) -> Plan:
+    """The plan that moves many tensors at once; see `plan_reshard`."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(STRATEGIES)}")
+    if chunk_bytes is not None and chunk_bytes < 1024:
+        raise ValueError(f"chunk_bytes is {chunk_bytes}, expected 1024 or more, or None to have it chosen")
+    how = STRATEGIES[strategy]
+    host_of = hosts_of(tensors)
+    cluster = cluster or Cluster.uniform(max(host_of.values(), default=0) + 1, gbps=10.0)
+    if max(host_of.values(), default=0) >= cluster.hosts:
+        raise ValueError(
+            f"a mesh names host {max(host_of.values())}, but the cluster has {cluster.hosts} hosts, numbered from "
+            "0; give a cluster with a rate for each host"
+        )
+    units, streams = find_units(tensors, each_taker=how.each_taker)
+    demands = find_demands(streams, host_of, merge=how.senders == "split")
+    if how.senders == "split":
+        pieces, bound = assign_split(demands.demands, rates=cluster.rates)
+    else:
+        pieces, bound = assign_whole(demands, how, cluster), lower_bound(tensors, cluster)
+    chunk = chunk_bytes or _chunk_bytes(bound, cluster, relayed=any(_is_relayed(piece) for piece in pieces))
+    items = [demands.demands[piece.demand].itemsize for piece in pieces]
+    if how.order == "open_shop":
+        cuts = cut_open_shop(pieces, items=items, rates=cluster.rates, chunk=chunk, seconds=bound)
+    else:
+        schedule = paper_schedule(demands, pieces, cluster, search=how.order == "search")
+        pieces = resend(demands, pieces, schedule, relay=how.relay)
+        cuts = cut_in_turn(pieces, schedule.jobs, items=items, chunk=chunk)
+    chunks, hops = _to_ranks(cuts, pieces, demands, Seats(streams, demands, host_of), how.rotate, chunk)
+    return Plan(tuple(tensors), cluster, strategy, chunk, bound, units, streams, chunks, hops)
+
+
+def lower_bound(tensors: Sequence[TensorSpec], cluster: Cluster) -> float:
+    """Seconds of the busiest network card under the best choice of senders: no plan is faster."""
+    _, streams = find_units(tensors)
+    demands = find_demands(streams, hosts_of(tensors))
+    return assign_split(demands.demands, rates=cluster.rates)[1]
+
+
+def hosts_of(tensors: Sequence[TensorSpec]) -> dict[int, int]:
+    """The host of each rank of all meshes, which must agree on it."""
+    host_of: dict[int, int] = {}
+    for mesh in {layout.mesh: None for tensor in tensors for layout in (tensor.src, tensor.dst)}:
+        for rank, host in zip(mesh.ranks, mesh.hosts, strict=True):
+            if host_of.setdefault(rank, host) != host:
+                raise ValueError(
+                    f"rank {rank} is on host {host_of[rank]} in one mesh and on host {host} in another, expected one "
+                    "host for each rank; number the hosts of both meshes alike"
+                )
+    return host_of
+
+
+def _is_relayed(piece: Piece) -> bool:
+    return not {a for a, _ in piece.edges}.isdisjoint(b for _, b in piece.edges)
+
+
+def _chunk_bytes(bound: float, cluster: Cluster, *, relayed: bool) -> int:
+    wanted = bound * float(cluster.rates.max()) / (_CHUNKS_PER_RELAY if relayed else _CHUNKS_PER_CARD)
+    return int(min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 1 << max(0, round(np.log2(max(wanted, 1)))))))
+
+
+def assign_whole(demands: Demands, how: Strategy, cluster: Cluster) -> list[Piece]:
+    """One sender for each demand."""
+    if how.senders == "first":
+        return assign_first(demands.demands, relay=how.relay)
+    return assign_balanced(demands.demands, relay=how.relay, rates=cluster.rates)
+
+
+def paper_jobs(demands: Demands, pieces: Sequence[Piece], cluster: Cluster) -> list[Job]:
+    """Pieces as the paper's jobs: each keeps its sender's card and its targets' cards busy at once."""
+    jobs = []
+    for piece in pieces:
+        demand = demands.demands[piece.demand]
+        hosts = [*demand.sources, *demand.targets]
+        jobs.append(Job(piece.nbytes / float(min(cluster.rates[hosts])), demand.sources, demand.targets))
+    return jobs
+
+
+def paper_schedule(demands: Demands, pieces: Sequence[Piece], cluster: Cluster, *, search: bool) -> Schedule:
+    """The order of pieces with the senders that they have, as the paper makes it, or as they are given."""
+    jobs = paper_jobs(demands, pieces, cluster)
+    senders = [piece.edges[0][0] if piece.edges else demands.demands[piece.demand].sources[0] for piece in pieces]
+    if not search:
+        return in_order(jobs, senders)
+    return depth_first(jobs) if len(jobs) <= _FEW_JOBS else greedy(jobs, senders)
+
+
+def resend(demands: Demands, pieces: Sequence[Piece], schedule: Schedule, *, relay: bool) -> list[Piece]:
+    """The pieces with the senders that a schedule chose."""
+    chosen = dict(zip(schedule.jobs, schedule.senders, strict=True))
+    return [whole(piece.demand, demands.demands[piece.demand], chosen[i], relay) for i, piece in enumerate(pieces)]
+
+
+def _to_ranks(
+    cuts: Cuts, pieces: Sequence[Piece], demands: Demands, seats: Seats, rotate: bool, chunk: int
+) -> tuple[Chunks, Hops]:
+    """Chunks between hosts and chunks inside a host, in one order."""
+    chunks, piece_of, cut = to_chunks(cuts, pieces, demands, seats.streams)
+    turn = cut if rotate else np.zeros(len(chunks), np.int64)
+    hops = to_hops(chunks, piece_of, pieces, demands, seats, turn)
+    shared, own_hops, share_time = _share(demands, seats, chunk, float(cuts.time.max(initial=0.0)))
+    time = np.concatenate([cuts.time[cut], share_time])
+    order = np.argsort(time, kind="stable")
+    new_place = np.empty(len(order), np.int64)
+    new_place[order] = np.arange(len(order))
+    columns = [np.concatenate(pair)[order] for pair in zip(_columns(chunks), _columns(shared), strict=True)]
+    first = (new_place[hops.chunk], hops.sender, hops.receiver, hops.adds)
+    others = (new_place[own_hops.chunk + len(chunks)], own_hops.sender, own_hops.receiver, own_hops.adds)
+    return Chunks(*columns), sort_hops(first, others)
+
+
+def _columns(chunks: Chunks) -> tuple[Ints, Ints, Ints]:
+    return chunks.stream, chunks.start, chunks.stop
+
+
+def _share(
+    demands: Demands, seats: Seats, chunk: int, end: float
+) -> tuple[Chunks, Hops, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
+    """What a rank gives to others on its host, spread over the time that the cards are busy."""
+    rows, times = [], []
+    for stream, host in demands.shares.tolist():
+        size, item = int(seats.streams.nbytes[stream]), int(seats.streams.itemsize[stream])
+        spans = split_evenly(0, size, item=item, most=chunk)
+        rows += [(stream, a, b, host) for a, b in spans]
+        times += [end * k / len(spans) for k in range(len(spans))]
+    table = np.array(rows, np.int64).reshape(-1, 4)
+    rank = seats.holder(table[:, 0], table[:, 3])
+    hops = Hops(np.arange(len(rows)), rank, rank, np.zeros(len(rows), bool))
+    return Chunks(table[:, 0], table[:, 1], table[:, 2]), hops, np.array(times, np.float64)
