@@ -201,6 +201,8 @@ def test_stale_weight_is_an_error():
         w.mul_(2)
     with pytest.raises(ValueError, match=r"changed after .* pack it again"):
         linear(x, packed)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"changed after .* pack it again"):
+        linear(x, packed)
 
 
 def test_public_names():

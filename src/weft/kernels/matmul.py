@@ -94,16 +94,17 @@ def linear(
         raise ValueError(f"weight must be a PackedWeight, got {type(weight).__name__}; PackedWeight.from_dense(w)")
     if x.dim() < 1 or x.shape[-1] != weight.k:
         raise ValueError(f"x must have shape [..., {weight.k}] for a weight {weight!r}, got {list(x.shape)}")
+    source = _fresh(weight)
     rows = x.reshape(-1, weight.k) if x.dim() != 2 else x
     added = residual.reshape(-1, weight.n) if residual is not None and residual.dim() != 2 else residual
     if out is not None or schedule is not None or ready is not None or done is not None:
         return _executor_call(x, rows, weight, bias, activation, added, out, threads, schedule, done, ready)
-    if _is_plain(x, weight.source, bias, residual):
-        y = kernels_for(x).empty(rows.shape[0], weight.n, dtype=x.dtype)
+    if _is_plain(x, source, bias, residual):
+        y: Tensor = kernels_for(x).empty(rows.shape[0], weight.n, dtype=x.dtype)
         _run(rows, weight.data, weight.n, weight.isa, y, None, bias, activation, added, threads)
     else:
         keep = activation is not None and torch.is_grad_enabled()
-        y, _ = _op(rows, weight.data, _fresh(weight), bias, added, activation, weight.n, weight.isa, threads, keep)
+        y, _ = _op(rows, weight.data, source, bias, added, activation, weight.n, weight.isa, threads, keep)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.n)
 
 
