@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/isa/*) CMakeLists.txt pyproject.toml
-# The CPU build comes first, so that nothing pulls in gigabytes of CUDA; set TORCH to install another.
+# torch comes first, so that you choose the build: set TORCH to install another one.
 TORCH ?= torch==2.13.0
 
-.PHONY: help demo test setup bench lint types wheel clean
+.PHONY: help demo test setup bench lint wheel clean
 .DEFAULT_GOAL := help
 
 help: ## say what each target does
@@ -21,7 +21,6 @@ test: setup ## run all tests
 
 setup: $(STAMP) ## create .venv and install everything into it
 
-# An editable install does not see new modules of a package that it did not know, so sources that are built count too.
 $(STAMP): $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"

@@ -13,7 +13,7 @@ namespace weft {
 
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 struct Shape {
   int64_t m, n;

@@ -12,7 +12,7 @@ struct Schedule {
   int64_t tile_m, tile_n;      // 0: chosen here
   const int32_t* order;        // a permutation of the tiles
   const int32_t* group_of;     // tile -> group
-  const int32_t* group_size;   // tiles in each group: the count at which sleepers are woken
+  const int32_t* group_size;   // tiles in each group: sleepers are woken at multiples of it
   int32_t* done;               // one counter a group
   const int32_t* ready;        // one counter for each block of `ready_rows` rows of x
   int64_t ready_rows;

@@ -44,9 +44,9 @@ int64_t deadline_after(double seconds) {
   return ns >= double(INT64_MAX - now) ? INT64_MAX : now + int64_t(ns);
 }
 
-void counter_add(int32_t* counter, int32_t value, int32_t wake_at) {
+void counter_add(int32_t* counter, int32_t value, int32_t wake_every) {
   const int32_t after = word(counter).fetch_add(value, std::memory_order_acq_rel) + value;
-  if (wake_at < 0 || after == wake_at) futex(counter, FUTEX_WAKE, INT_MAX, nullptr);
+  if (after % wake_every == 0) futex(counter, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
 int32_t counter_read(const int32_t* counter) { return word(counter).load(std::memory_order_acquire); }

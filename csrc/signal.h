@@ -5,9 +5,9 @@
 
 namespace weft {
 
-// Adds with release order and wakes every sleeper. `wake_at` < 0 wakes on every add; otherwise only the add that
-// reaches `wake_at` makes the system call, so that a tile's signal stays one atomic instruction.
-void counter_add(int32_t* counter, int32_t value, int32_t wake_at = -1);
+// Adds with release order and wakes every sleeper when the sum is a multiple of `wake_every`: only the tile that
+// completes a group makes the system call, and all others cost one atomic instruction.
+void counter_add(int32_t* counter, int32_t value, int32_t wake_every = 1);
 
 int32_t counter_read(const int32_t* counter);
 

@@ -8,6 +8,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -54,7 +55,11 @@ void parallel(int threads, void (*body)(void*), void* arg) {
   if (GompParallel run = usable_gomp()) return run(body, arg, unsigned(threads), 0);
   std::vector<std::thread> workers;
   workers.reserve(threads - 1);
-  for (int i = 1; i < threads; ++i) workers.emplace_back(body, arg);
+  try {
+    for (int i = 1; i < threads; ++i) workers.emplace_back(body, arg);
+  } catch (const std::system_error&) {
+    // No more threads to be had: those that started, and this one, share the work.
+  }
   body(arg);
   for (auto& worker : workers) worker.join();
 }

@@ -19,5 +19,5 @@ inline vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 #include "table.h"
 
 namespace weft {
-const Kernels kernels_avx2 = make_kernels();
+const Kernels kernels_avx2 = WEFT_ISA::make_kernels();
 }

@@ -18,5 +18,5 @@ inline vec fma(vec a, vec b, vec c) { return a * b + c; }
 #include "table.h"
 
 namespace weft {
-const Kernels kernels_portable = make_kernels();
+const Kernels kernels_portable = WEFT_ISA::make_kernels();
 }

@@ -6,12 +6,13 @@
 #include "rows.h"
 
 namespace weft {
+namespace WEFT_ISA {
 
 constexpr Kernels make_kernels() {
-  using namespace WEFT_ISA;
   return {kName, kPanel, kStrip, kBlockK, kBlockLd, kMaxTileM, kMaxTileN, tile, pack, unpack, fma_flops,
           attention_queries, attention_scratch, attention, attention_grad_scratch, attention_grad,
           norm_rows, gather_rows, rotary_rows, gate_rows};
 }
 
+}  // namespace WEFT_ISA
 }  // namespace weft

@@ -1,7 +1,7 @@
 """The command line: `weft doctor`, `weft bench`, `weft lab check`, `weft trace show`, `weft demo`.
 
 Nothing here imports torch before a command needs it, so that `weft --help` answers at once. An error that a
-user can mend is one line and exit code 2; `weft --traceback ...` shows where it came from.
+user can mend is its message and exit code 2; `weft --traceback ...` shows where it came from.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from weft.errors import WeftError
 if TYPE_CHECKING:
     from rich.console import Console
 
+MOST_LINES = 8  # a message with its remedy; more is somebody's traceback
 USER_ERRORS = (ValueError, OSError, ImportError, WeftError)
 
 
 class _PlainErrors(TyperGroup):
-    """Turns the errors that a user can mend into one line and exit code 2."""
+    """Turns the errors that a user can mend into their message and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -34,9 +35,9 @@ class _PlainErrors(TyperGroup):
         except USER_ERRORS as error:
             if ctx.params["traceback"]:
                 raise
-            first, *rest = str(error).splitlines() or [type(error).__name__]
-            more = " (`weft --traceback` shows all of it)" if rest else ""
-            typer.echo(f"weft: {first}{more}", err=True)
+            lines = str(error).splitlines() or [type(error).__name__]
+            more = " (`weft --traceback` shows all of it)" if len(lines) > MOST_LINES else ""
+            typer.echo("weft: " + "\n  ".join(lines[:MOST_LINES]) + more, err=True)
             raise typer.Exit(2) from error
 
 

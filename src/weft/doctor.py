@@ -126,7 +126,7 @@ def _namespaces() -> Check:
     from weft.lab.doctor import namespaces_available
 
     works, why = namespaces_available()
-    return Check("namespaces", "ok" if works else "missing", why)
+    return Check("namespaces", "ok" if works else "missing", " ".join(why.split()))
 
 
 def _link_tools() -> Check:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+LONGEST_SECONDS = 1e6
+"""The longest deadline that may be asked for, eleven days: every layer below can count that far."""
+
 
 class WeftError(RuntimeError):
     """The base of all named errors, so that one `except` catches them."""

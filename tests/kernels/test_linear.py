@@ -1,7 +1,10 @@
 """The native linear against double precision, for every instruction set that this CPU runs."""
 
+import copy
+
 import pytest
 import torch
+import torch.fx.experimental.proxy_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -191,6 +194,66 @@ def test_opcheck_of_packing():
     w = torch.randn(30, 20)
     torch.library.opcheck(torch.ops.weft.pack.default, (w, "", 1))
     torch.library.opcheck(torch.ops.weft.unpack.default, (PackedWeight.from_dense(w).data, 30, 20, "", 1))
+
+
+def test_empty_leading_dims():
+    packed, narrow = PackedWeight.from_dense(torch.ones(4, 3)), PackedWeight.from_dense(torch.ones(4, 0))
+    assert linear(torch.ones(2, 0, 3), packed).shape == (2, 0, 4)
+    assert torch.equal(linear(torch.ones(2, 3, 0), narrow), torch.zeros(2, 3, 4))
+    assert torch.equal(linear(torch.ones(0), narrow), torch.zeros(4))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_second_derivative(activation):
+    x, w, b, _ = (t.requires_grad_() for t in tensors(5, 6, 7))
+
+    def penalty(y):
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), [x, w, b])
+
+    got = penalty(linear(x, PackedWeight.from_dense(w), bias=b, activation=activation))
+    for g, e in zip(got, penalty(ACTIVATIONS[activation](F.linear(x, w, b))), strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-3, atol=1e-3)
+
+
+def test_whatever_watches_the_dispatcher_sees_the_op():
+    x, w, *_ = tensors(5, 6, 7)
+    packed = PackedWeight.from_dense(w)
+    want = linear(x, packed)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda t: linear(t, packed))(x)
+    assert torch.ops.weft.linear.default in [node.target for node in graph.graph.nodes]
+    assert torch.equal(torch.jit.trace(lambda t: linear(t, packed), x)(x), want)
+    assert torch.equal(torch.func.functionalize(lambda t: linear(t, packed))(x), want)
+    assert torch.equal(linear(x._neg_view(), packed), linear(-x, packed))
+    with torch.device("meta"):
+        assert torch.equal(linear(x, packed), want)
+    with torch.inference_mode():
+        assert torch.equal(linear(x.clone(), PackedWeight.from_dense(torch.nn.Parameter(w))), want)
+
+
+def test_copies_of_a_packed_weight():
+    x, w, *_ = tensors(5, 6, 7)
+    w = torch.nn.Parameter(w)
+    with torch.no_grad():
+        w.mul_(2)
+    packed = PackedWeight.from_dense(w)
+    copied = copy.deepcopy(packed)
+    assert copied.isa == _core.available_isas()[0]
+    assert torch.equal(linear(x, copied), linear(x, packed))
+    with torch.no_grad():
+        copied.source.mul_(2)
+    with pytest.raises(ValueError, match="pack it again"):
+        linear(x, copied)
+
+
+def test_writing_to_out_is_seen_by_autograd():
+    x, w, *_ = tensors(4, 6, 6)
+    leaf, saved = torch.ones(4, 6, requires_grad=True), torch.ones(4, 6)
+    product = leaf * saved
+    with torch.no_grad():
+        linear(x, PackedWeight.from_dense(w), out=saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
 
 
 def test_stale_weight_is_an_error():

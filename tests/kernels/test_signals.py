@@ -17,6 +17,7 @@ TILING = Tiling(M, N, 24, 32)
 W = torch.ones(N, K)
 PACKED = PackedWeight.from_dense(W)
 X = torch.ones(M, K)
+WIDE = torch.ones(N, N + 1)
 
 
 def counters(n):
@@ -178,11 +179,13 @@ def test_bad_rows_and_places(call, message):
         (lambda: Tiling(4, 4, 8, 20), "multiple of 32"),
         (lambda: TileSchedule(TILING, order=[0] * 8), "permutation of the 8 tiles"),
         (lambda: TileSchedule(TILING, order=[0, 1]), "got 2 entries"),
-        (lambda: TileSchedule(TILING, order=[*range(1, 9)]), "permutation"),
+        (lambda: TileSchedule(TILING, order=[*range(1, 9)]), "from 1 to 8, expected 0 to 7"),
+        (lambda: TileSchedule(TILING, order=[2**32, *range(1, 8)]), "expected 0 to 7"),
+        (lambda: Tiling(4.5, 4, 8, 32), "integers"),
         (lambda: TileSchedule(TILING, order=[float(t) for t in range(8)]), "integers"),
         (lambda: TileSchedule(TILING, group_of=[0] * 7), "each of the 8 tiles, got 7"),
         (lambda: TileSchedule(TILING, group_of=[0, 2] * 4), "group 1 has none"),
-        (lambda: TileSchedule(TILING, group_of=[-1] * 8), "numbered from 0"),
+        (lambda: TileSchedule(TILING, group_of=[-1] * 8), "from -1 to -1"),
     ],
 )
 def test_bad_schedules(make, message):
@@ -197,6 +200,13 @@ def test_bad_schedules(make, message):
         (lambda: linear(torch.ones(M, K + 1), PACKED), rf"\[\.\.\., {K}\]"),
         (lambda: linear(X.double(), PackedWeight.from_dense(W)), "float32 and bfloat16"),
         (lambda: linear(X.bfloat16(), PACKED), "needs a weight packed from"),
+        (lambda: linear([1.0], PACKED), "torch tensor"),
+        (lambda: PackedWeight(PACKED.data, 100_000, K, "").to_dense(), "is a contiguous CPU tensor of"),
+        (lambda: linear(X, PackedWeight(PACKED.data[:1].expand(PACKED.data.numel()), N, K, "")), "contiguous"),
+        (lambda: linear(X, PACKED, threads=1.5), "threads must be"),
+        (lambda: linear(X, PACKED, out=torch.ones(1, N).expand(M, N)), "rows of out overlap"),
+        (lambda: linear(W, PACKED, out=WIDE[:, 1:], residual=WIDE[:, :N]), "memory with residual"),
+        (lambda: linear(X, PACKED, out=torch.ones(M, N).requires_grad_()), "no gradient"),
         (lambda: linear(X.to("meta"), PACKED), "kernels for cpu"),
         (lambda: linear(X, PACKED, bias=torch.ones(N + 1)), f"bias must have shape \\[{N}\\]"),
         (lambda: linear(X, PACKED, bias=torch.ones(N).bfloat16()), "like x"),
@@ -222,6 +232,29 @@ def test_bad_schedules(make, message):
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_out_may_not_be_x():
+    square = torch.randn(M, M)
+    with pytest.raises(ValueError, match="out shares memory with x"):
+        linear(square, PackedWeight.from_dense(torch.eye(M)), out=square)
+
+
+def test_tiles_larger_than_the_output(case):
+    x, packed, want = case
+    huge = TileSchedule(Tiling(M, N, sys.maxsize, 2**40))
+    assert torch.equal(linear(x, packed, schedule=huge), want)
+
+
+def test_counters_are_used_again(case):
+    """A second call adds to the first one's counts, and its waiters are woken as well."""
+    x, packed, _ = case
+    done, schedule = Counters(1), TileSchedule(TILING)
+    for turn in (1, 2):
+        join = in_thread(lambda t=turn: done.wait(0, 8 * t, timeout=60, what="all tiles"))
+        linear(x, packed, schedule=schedule, done=done.tensor)
+        join()
+    assert done.read(0) == 16
 
 
 FORK = """

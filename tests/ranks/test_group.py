@@ -155,9 +155,9 @@ def bad_arguments() -> None:
         with pytest.raises(ValueError, match=r"strides .* are \(1, 4\), expected a contiguous one; call contiguous"):
             call(x.t(), 1 - group.rank)
     for timeout in (0.0, float("inf")):
-        with pytest.raises(ValueError, match="expected a finite number of seconds above 0"):
+        with pytest.raises(ValueError, match="expected a number of seconds above 0"):
             group.barrier(timeout=timeout)
-        with pytest.raises(ValueError, match="expected a finite number of seconds above 0"):
+        with pytest.raises(ValueError, match="expected a number of seconds above 0"):
             Group(dist.group.WORLD, timeout=timeout)
     group.barrier("after all these errors")
 

@@ -11,11 +11,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Thread
 
 import torch
 from torch.nn import functional as F
 
 from weft.bench.harness import Case, Measurement, Options, measure, track
+from weft.comm import Counters
 from weft.kernels import PackedWeight, TileSchedule, Tiling, linear
 from weft.kernels.cpu import fma_loop
 from weft.report import Column, Headline, Report
@@ -123,17 +125,30 @@ def _result(shape: tuple[int, int, int], dtype: str, threads: int) -> Result:
 
 
 def _signal_cost(threads: int, *, rounds: int) -> Measurement:
-    """The same tiles in the same order, with a counter bumped for each and without."""
+    """The same tiles in the same order, with a thread that waits for each group in turn, and without signals."""
     m, k, n = 2048, 1024, 4096
     x, packed = torch.randn(m, k), PackedWeight.from_dense(torch.randn(n, k))
     tiling = Tiling(m, n, 96, 256)
     schedule = TileSchedule(tiling, group_of=[tile * 8 // tiling.count for tile in range(tiling.count)])
-    done, out = torch.zeros(schedule.groups, dtype=torch.int32), torch.empty(m, n)
+    sizes, out = schedule.group_sizes.tolist(), torch.empty(m, n)
+
+    def signalled() -> None:
+        done = Counters(schedule.groups)
+
+        def wait() -> None:
+            for group, size in enumerate(sizes):
+                done.wait(group, size, timeout=60, what=f"group {group}")
+
+        waiter = Thread(target=wait)
+        waiter.start()
+        linear(x, packed, out=out, schedule=schedule, done=done.tensor, threads=threads)
+        waiter.join()
+
     case = Case(
         f"signals: {tiling.count} tiles, 8 groups",
         {
             "plain": lambda: linear(x, packed, out=out, schedule=schedule, threads=threads),
-            "weft": lambda: linear(x, packed, out=out, schedule=schedule, done=done, threads=threads),
+            "weft": signalled,
         },
         labels={"m": m, "k": k, "n": n, "dtype": "fp32", "threads": threads},
     )

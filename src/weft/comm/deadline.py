@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
+
+from weft.errors import LONGEST_SECONDS
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,10 @@ class Deadline:
     @classmethod
     def after(cls, seconds: float) -> Deadline:
         """The deadline `seconds` from now; the clock is the one that `time.monotonic` reads."""
-        if not (math.isfinite(seconds) and seconds > 0):
+        if not 0 < seconds <= LONGEST_SECONDS:
             raise ValueError(
-                f"timeout is {seconds!r}, expected a finite number of seconds above 0; "
-                "every wait in weft ends: give a large number instead of infinity"
+                f"timeout is {seconds!r}, expected a number of seconds above 0 and up to {LONGEST_SECONDS:g}; "
+                "every wait in weft ends"
             )
         return cls(seconds=seconds, end=time.monotonic() + seconds)
 

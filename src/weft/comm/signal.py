@@ -35,7 +35,7 @@ class Counters:
     def __init__(self, n: int) -> None:
         if n < 0:
             raise ValueError(f"number of counters is {n}, expected 0 or more")
-        self._bind(torch.zeros(n, dtype=torch.int32))
+        self._bind(torch.zeros(n, dtype=torch.int32, device="cpu"))
 
     @classmethod
     def over(cls, tensor: Tensor) -> Counters:

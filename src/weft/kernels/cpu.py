@@ -19,6 +19,7 @@ ACTIVATIONS: dict[str | None, int] = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MAX_THREADS = 1024
 _HUGE_BYTES = 4 << 20
+FASTEST = _core.available_isas()[0]
 
 
 @cache
@@ -29,7 +30,7 @@ def isa(name: str = "") -> _core.Kernels:
 
 def thread_count(threads: int) -> int:
     """`threads`, or as many as torch uses when it is 0."""
-    if not 0 <= threads <= _MAX_THREADS:
+    if not isinstance(threads, int) or not 0 <= threads <= _MAX_THREADS:
         raise ValueError(f"threads must be from 1 to {_MAX_THREADS}, or 0 for as many as torch uses; got {threads}")
     return threads or torch.get_num_threads()
 
@@ -42,7 +43,7 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """A new tensor; a large one on huge pages where the system has them."""
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if tensor.nbytes >= _HUGE_BYTES:
         _core.advise_huge(tensor.data_ptr(), tensor.nbytes)
     return tensor
@@ -59,10 +60,43 @@ def pack(w: Tensor, isa_name: str, threads: int) -> Tensor:
 
 def unpack(packed: Tensor, n: int, k: int, isa_name: str, threads: int) -> Tensor:
     """The flat packed form -> contiguous [N, K]."""
-    w = torch.empty(n, k, dtype=packed.dtype)
+    w = empty(n, k, dtype=packed.dtype)
     code = dtype_code(packed.dtype)
+    _check_packed(packed, n, k, isa(isa_name))
     _core.unpack(isa(isa_name), packed.data_ptr(), code, n, k, thread_count(threads), w.data_ptr())
     return w
+
+
+def _check_packed(packed: Tensor, n: int, k: int, kernels: _core.Kernels) -> None:
+    elements = _core.packed_elements(kernels, n, k)
+    if packed.shape != (elements,) or not packed.is_contiguous() or not packed.is_cpu:
+        raise ValueError(
+            f"a weight [{n}, {k}] packed for {kernels.name} is a contiguous CPU tensor of {elements} elements, "
+            f"got shape {list(packed.shape)} on {packed.device}; make it with PackedWeight.from_dense"
+        )
+
+
+def _bytes_of(t: Tensor) -> tuple[int, int]:
+    """The addresses [first, last) that a tensor of non-negative strides may touch."""
+    if t.numel() == 0:
+        return 0, 0
+    span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + span * t.element_size()
+
+
+def check_overlaps(out: Tensor, **inputs: Tensor | None) -> None:
+    """Refuses an `out` [M, N] that would be written while it is read; `residual` may be `out` itself."""
+    if out.shape[0] > 1 and out.stride(1) == 1 and out.stride(0) < out.shape[1]:
+        raise ValueError(
+            f"rows of out overlap: {list(out.shape)} with strides {out.stride()}; give it memory of its own"
+        )
+    first, last = _bytes_of(out)
+    for name, t in inputs.items():
+        if t is None or (name == "residual" and t.data_ptr() == out.data_ptr() and t.stride() == out.stride()):
+            continue
+        start, end = _bytes_of(t)
+        if start < last and first < end:
+            raise ValueError(f"out shares memory with {name}, which is still being read; give it memory of its own")
 
 
 def _check_like(t: Tensor, name: str, shape: tuple[int, ...], x: Tensor | Rows) -> None:
@@ -110,11 +144,9 @@ def linear(
     kernels, code = isa(isa_name), dtype_code(x.dtype)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {[*ACTIVATIONS]}, got {activation!r}")
-    if packed.dtype != x.dtype or packed.numel() != _core.packed_elements(kernels, n, k):
-        raise ValueError(
-            f"x of shape [{m}, {k}] and {x.dtype} needs a weight packed from [{n}, {k}] in {x.dtype} "
-            f"for {kernels.name}, got {packed.numel()} packed elements of {packed.dtype}"
-        )
+    if packed.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype} and needs a weight packed from {x.dtype}, got {packed.dtype}")
+    _check_packed(packed, n, k, kernels)
     x_rows = (0, 0) if isinstance(x, Rows) else _rows(x, "x")
     if isinstance(out, TileOutput):
         _check_places(out, schedule, x.dtype)
@@ -155,6 +187,8 @@ def _check_counters(counters: Tensor, name: str, at_least: int) -> int:
             f"{name} must be a flat contiguous int32 tensor on the CPU, "
             f"got shape {list(counters.shape)}, {counters.dtype} on {counters.device}"
         )
+    if counters.data_ptr() % 4:
+        raise ValueError(f"{name} must lie on a multiple of 4 bytes, got address {counters.data_ptr():#x}")
     if counters.numel() < at_least:
         raise ValueError(f"{name} needs at least {at_least} counters, got {counters.numel()}")
     return counters.data_ptr()
@@ -169,7 +203,7 @@ def _native_schedule(
         tiling = schedule.tiling
         if (tiling.m, tiling.n) != (m, n):
             raise ValueError(f"the schedule is for an output [{tiling.m}, {tiling.n}], this one is [{m}, {n}]")
-        tile_m, tile_n = tiling.tile_m, tiling.tile_n
+        tile_m, tile_n = min(tiling.tile_m, max(m, 1)), min(tiling.tile_n, -(-max(n, 1) // 32) * 32)
         order = schedule.order_table.data_ptr()
         if done is not None:
             groups, sizes = schedule.group_table.data_ptr(), schedule.group_sizes.data_ptr()
@@ -177,6 +211,8 @@ def _native_schedule(
     rows, value, timeout = 1, 0, 0.0
     if ready is not None:
         rows, value, timeout = ready.rows, ready.value, ready.timeout
+        if not (isinstance(rows, int) and isinstance(value, int) and abs(value) < 2**31):
+            raise ValueError(f"ready.rows and ready.value are integers, the value of 32 bits; got {rows} and {value}")
         if rows < 1:
             raise ValueError(f"ready.rows is the number of rows that a counter covers, at least 1; got {rows}")
         if not (math.isfinite(timeout) and timeout > 0):

@@ -11,10 +11,13 @@ threads, the tiles, their order or their signals. Tests hold this with `torch.eq
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional
 
 from weft.kernels import cpu
 from weft.kernels.dispatch import kernels_for
@@ -25,7 +28,8 @@ from weft.kernels.tiles import Ready, Rows, TileOutput, TileSchedule
 class PackedWeight:
     """A weight [N, K] in the order in which the matmul reads it. Make it with `from_dense`, once.
 
-    `source` is the dense weight when that requires grad: it is what the gradient flows to.
+    `source` is the dense weight when that requires grad: it is what the gradient flows to, and changing it without
+    packing again is an error (inside a compiled function: when it is traced). A frozen weight is not watched.
     """
 
     data: Tensor
@@ -33,7 +37,7 @@ class PackedWeight:
     k: int
     isa: str
     source: Tensor | None = None
-    source_version: int = 0
+    source_version: int | None = None
 
     @classmethod
     def from_dense(cls, w: Tensor, *, isa: str = "", threads: int = 0) -> PackedWeight:
@@ -45,9 +49,17 @@ class PackedWeight:
         """
         if w.dim() != 2:
             raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
-        data = _pack(w.detach(), isa, threads)
+        isa = isa or cpu.FASTEST
         source = w if w.requires_grad else None
-        return cls(data, w.shape[0], w.shape[1], isa, source, 0 if source is None else source._version)
+        return cls._of(_pack(w.detach(), isa, threads), w.shape[0], w.shape[1], isa, source)
+
+    @classmethod
+    def _of(cls, data: Tensor, n: int, k: int, isa: str, source: Tensor | None) -> PackedWeight:
+        watched = source is not None and not source.is_inference()
+        return cls(data, n, k, isa, source, source._version if source is not None and watched else None)
+
+    def __reduce__(self) -> tuple[object, ...]:  # a copy of `source` counts its versions anew
+        return (PackedWeight._of, (self.data, self.n, self.k, self.isa, self.source))
 
     def to_dense(self) -> Tensor:
         """A new contiguous tensor [N, K] with the packed values."""
@@ -90,13 +102,16 @@ def linear(
     >>> y.shape
     torch.Size([3, 8])
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a torch tensor, got {type(x).__name__}")
     if not isinstance(weight, PackedWeight):
         raise ValueError(f"weight must be a PackedWeight, got {type(weight).__name__}; PackedWeight.from_dense(w)")
     if x.dim() < 1 or x.shape[-1] != weight.k:
         raise ValueError(f"x must have shape [..., {weight.k}] for a weight {weight!r}, got {list(x.shape)}")
+    if not x.is_cpu:
+        kernels_for(x)  # raises, and names the devices that there are kernels for
     source = _fresh(weight)
-    rows = x.reshape(-1, weight.k) if x.dim() != 2 else x
-    added = residual.reshape(-1, weight.n) if residual is not None and residual.dim() != 2 else residual
+    rows, added = _as_matrix(x), None if residual is None else _as_matrix(residual)
     if out is not None or schedule is not None or ready is not None or done is not None:
         return _executor_call(x, rows, weight, bias, activation, added, out, threads, schedule, done, ready)
     if _is_plain(x, source, bias, residual):
@@ -106,6 +121,11 @@ def linear(
         keep = activation is not None and torch.is_grad_enabled()
         y, _ = _op(rows, weight.data, source, bias, added, activation, weight.n, weight.isa, threads, keep)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.n)
+
+
+def _as_matrix(t: Tensor) -> Tensor:
+    """[..., C] -> [rows, C]; not by reshape(-1, C), which cannot tell the rows where C is 0."""
+    return t if t.dim() == 2 or t.dim() == 0 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def linear_tiles(
@@ -133,6 +153,7 @@ def linear_tiles(
     k = x.k if isinstance(x, Rows) else x.shape[-1]
     if k != weight.k:
         raise ValueError(f"x must have {weight.k} columns for a weight {weight!r}, got {k}")
+    _fresh(weight)
     kernels_for(weight.data).linear(
         x, weight.data, weight.n, out=out, bias=bias, activation=activation, isa_name=weight.isa,
         threads=threads, schedule=schedule, done=done, ready=ready,
@@ -143,7 +164,8 @@ def _executor_call(
     x: Tensor, rows: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str | None, residual: Tensor | None,
     out: Tensor | None, threads: int, schedule: TileSchedule | None, done: Tensor | None, ready: Ready | None,
 ) -> Tensor:  # fmt: skip
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight.source, bias, residual)):
+    inputs = (x, weight.source, bias, residual, out)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         raise ValueError("out=, schedule=, done= and ready= record no gradient; call under torch.no_grad()")
     if done is not None and schedule is None:
         raise ValueError("done= counts the tiles of groups, so it needs schedule= to say which those are")
@@ -151,7 +173,10 @@ def _executor_call(
         out = kernels_for(x).empty(*x.shape[:-1], weight.n, dtype=x.dtype)
     if tuple(out.shape) != (*x.shape[:-1], weight.n):
         raise ValueError(f"out must have shape {[*x.shape[:-1], weight.n]}, got {list(out.shape)}")
-    target = out if out.dim() == 2 else out.view(-1, weight.n)
+    target = out if out.dim() == 2 else out.view(math.prod(out.shape[:-1]), weight.n)
+    cpu.check_overlaps(target, x=rows, weight=weight.data, bias=bias, residual=residual)
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
     _run(rows, weight.data, weight.n, weight.isa, target, None, bias, activation, residual, threads,
          schedule=schedule, done=done, ready=ready)  # fmt: skip
     return out
@@ -170,18 +195,29 @@ def _run(
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
-    """Whether torch's dispatcher has nothing to add: it costs as much as a small matmul."""
-    if torch.compiler.is_compiling():
+    """Whether torch's dispatcher has nothing to add: it costs as much as a small matmul.
+
+    It has when someone compiles, traces, counts, transforms or differentiates, and for lazily negated views.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
+        return False
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     grad = torch.is_grad_enabled()
-    return all(
-        t is None or (type(t) in (Tensor, torch.nn.Parameter) and not (grad and t.requires_grad)) for t in tensors
-    )
+    for t in tensors:
+        if t is not None and (type(t) not in _PLAIN_TYPES or (grad and t.requires_grad) or t.is_neg()):
+            return False
+    return True
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _fresh(weight: PackedWeight) -> Tensor | None:
     source = weight.source
-    if source is not None and not torch.compiler.is_compiling() and source._version != weight.source_version:
+    if source is None or weight.source_version is None or torch.compiler.is_compiling():
+        return source
+    if source._version != weight.source_version:
         raise ValueError(f"the dense weight changed after {weight!r} was packed; pack it again with from_dense")
     return source
 
@@ -235,10 +271,9 @@ def _(x, packed, weight, bias, residual, activation, n, isa, threads, keep_pre):
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, packed, weight, _, _, ctx.activation, ctx.n, ctx.isa, ctx.threads, _ = inputs
-    ctx.has_weight = weight is not None
+    x, packed, weight, bias, _, ctx.activation, ctx.n, ctx.isa, ctx.threads, _ = inputs
     ctx.k = x.shape[1]
-    ctx.save_for_backward(x, packed, weight, output[1])
+    ctx.save_for_backward(x, packed, weight, bias, output[1])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
 
@@ -246,12 +281,16 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _backward(ctx, dy: Tensor | None, _):  # type: ignore[no-untyped-def]
     if dy is None:
         return (None,) * 10
-    x, packed, weight, pre = ctx.saved_tensors
+    x, packed, weight, bias, pre = ctx.saved_tensors
     needs_x, _, needs_weight, needs_bias, needs_residual, *_ = ctx.needs_input_grad
-    dz = activation_grad(dy, pre, ctx.activation)
+    if ctx.activation is not None and torch.is_grad_enabled():  # a second derivative looks through `pre`
+        pre, _ = _op(x, packed, weight, bias, None, None, ctx.n, ctx.isa, ctx.threads, False)
+        (dz,) = torch.autograd.grad(activated(pre, ctx.activation), pre, dy, create_graph=True)
+    else:
+        dz = activation_grad(dy, pre, ctx.activation)
     dx = dw = db = None
     if needs_x:
-        dense = weight if ctx.has_weight else _unpack(packed, ctx.n, ctx.k, ctx.isa, ctx.threads)
+        dense = weight if weight is not None else _unpack(packed, ctx.n, ctx.k, ctx.isa, ctx.threads)
         dx = _product(dz, dense.t())
     if needs_weight:
         dw = _product(dz.t(), x.t())
@@ -281,3 +320,12 @@ def activation_grad(dy: Tensor, pre: Tensor, activation: str | None) -> Tensor:
     else:
         dz = aten.gelu_backward(dy, pre, approximate="tanh" if activation == "gelu_tanh" else "none")
     return dz
+
+
+def activated(z: Tensor, activation: str) -> Tensor:
+    """The activation by torch's own ops, which can be differentiated as often as one likes."""
+    if activation == "silu":
+        return functional.silu(z)
+    if activation == "relu":
+        return functional.relu(z)
+    return functional.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")

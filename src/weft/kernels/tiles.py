@@ -25,6 +25,8 @@ class Tiling:
     tile_n: int
 
     def __post_init__(self) -> None:
+        if not all(isinstance(size, int) for size in (self.m, self.n, self.tile_m, self.tile_n)):
+            raise ValueError(f"the sizes of a tiling are integers, got {self.m, self.n, self.tile_m, self.tile_n}")
         if self.m < 0 or self.n < 0:
             raise ValueError(f"a tiling covers an output of shape [m, n] with m, n >= 0, got [{self.m}, {self.n}]")
         if self.tile_m < 1 or self.tile_n < 1 or self.tile_n % TILE_N_MULTIPLE:
@@ -51,11 +53,16 @@ class Tiling:
         return m0, min(m0 + self.tile_m, self.m), n0, min(n0 + self.tile_n, self.n)
 
 
-def _int32(values: Sequence[int] | Tensor, what: str) -> Tensor:
-    tensor = torch.as_tensor(values)
-    if tensor.dim() != 1 or (tensor.numel() and (tensor.dtype.is_floating_point or tensor.dtype == torch.bool)):
+def _int32(values: Sequence[int] | Tensor, what: str, *, below: int) -> Tensor:
+    tensor = torch.as_tensor(values, device="cpu")
+    if tensor.dim() != 1 or (tensor.numel() and tensor.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"{what} must be a flat list of integers, got shape {list(tensor.shape)} of {tensor.dtype}")
-    return tensor.to(device="cpu", dtype=torch.int32).contiguous()
+    if tensor.numel() and not (int(tensor.min()) >= 0 and int(tensor.max()) < below):
+        low, high = int(tensor.min()), int(tensor.max())
+        raise ValueError(
+            f"{what} has numbers from {low} to {high}, expected 0 to {below - 1}: one for each tile at most"
+        )
+    return tensor.to(torch.int32).contiguous()
 
 
 @dataclass(frozen=True)
@@ -79,17 +86,16 @@ class TileSchedule:
 
     def __post_init__(self) -> None:
         tiles = self.tiling.count
-        order = torch.arange(tiles, dtype=torch.int32) if self.order is None else _int32(self.order, "order")
-        groups = torch.zeros(tiles, dtype=torch.int32) if self.group_of is None else _int32(self.group_of, "group_of")
-        if not torch.equal(order.sort().values, torch.arange(tiles, dtype=torch.int32)):
+        straight = torch.arange(tiles, dtype=torch.int32, device="cpu")
+        order = straight if self.order is None else _int32(self.order, "order", below=tiles)
+        groups = straight * 0 if self.group_of is None else _int32(self.group_of, "group_of", below=tiles)
+        if not torch.equal(order.sort().values, straight):
             raise ValueError(
                 f"order must be a permutation of the {tiles} tiles 0..{tiles - 1}, "
                 f"got {order.numel()} entries: {_short(order)}"
             )
         if groups.numel() != tiles:
             raise ValueError(f"group_of must name a group for each of the {tiles} tiles, got {groups.numel()} entries")
-        if tiles and int(groups.min()) < 0:
-            raise ValueError(f"groups are numbered from 0, got group {int(groups.min())}")
         sizes = torch.bincount(groups).to(torch.int32)
         if tiles and int(sizes.min()) == 0:
             raise ValueError(
@@ -113,8 +119,8 @@ def _short(values: Tensor) -> str:
 class Ready:
     """Which rows of x have arrived: counter i covers rows [i * rows, (i + 1) * rows) and is there when >= value.
 
-    A tile starts when all counters of its rows are there; each is waited for at most `timeout` seconds, and the
-    error then names `what`.
+    A tile starts when all counters of its rows are there; each is waited for at most `timeout` seconds, during which
+    the call cannot be interrupted, and the error then names `what`.
     """
 
     counters: Tensor
@@ -151,7 +157,9 @@ class Rows:
             raise ValueError(
                 f"blocks must be CPU matrices [m, K] of one K and dtype with contiguous rows, got {shapes}"
             )
-        addresses = [b.data_ptr() + torch.arange(b.shape[0]) * (b.stride(0) * b.element_size()) for b in blocks]
+        addresses = [
+            b.data_ptr() + torch.arange(b.shape[0], device="cpu") * (b.stride(0) * b.element_size()) for b in blocks
+        ]
         return cls(torch.cat(addresses), blocks[0].shape[1], blocks[0].dtype, tuple(blocks))
 
     def gather(self, index: Tensor) -> Rows:
@@ -192,5 +200,9 @@ class TileOutput:
                 )
             if place.dtype != self.places[0].dtype:
                 raise ValueError(f"tile {tile} is {place.dtype}, tile 0 {self.places[0].dtype}; use one dtype")
-        object.__setattr__(self, "addresses", torch.tensor([p.data_ptr() for p in self.places], dtype=torch.int64))
-        object.__setattr__(self, "strides", torch.tensor([p.stride(0) for p in self.places], dtype=torch.int64))
+        object.__setattr__(
+            self, "addresses", torch.tensor([p.data_ptr() for p in self.places], dtype=torch.int64, device="cpu")
+        )
+        object.__setattr__(
+            self, "strides", torch.tensor([p.stride(0) for p in self.places], dtype=torch.int64, device="cpu")
+        )

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TypeVar
 
-from weft.errors import LabUnavailable, PeerTimeout, RankFailed
+from weft.errors import LONGEST_SECONDS, LabUnavailable, PeerTimeout, RankFailed
 from weft.lab import launch, network
 from weft.lab.outcome import Run, failure
 from weft.lab.spec import Job, Refusal, Spec
@@ -100,8 +100,8 @@ class Cluster:
         the ranks that were still running after `timeout` seconds. No rank is left in either case, and the
         cluster can run something else.
         """
-        if not 0 < timeout < float("inf"):
-            raise ValueError(f"timeout is {timeout!r}; expected seconds, more than 0 and finite")
+        if not 0 < timeout <= LONGEST_SECONDS:
+            raise ValueError(f"timeout is {timeout!r}; expected seconds, above 0 and up to {LONGEST_SECONDS:g}")
         job = _job(fn, args, Run(_name(fn), self.spec.devices, timeout))
         if self._control is None:
             raise RuntimeError(f"{self} is not open; use it as `with Cluster(...) as cluster: cluster.run(...)`")

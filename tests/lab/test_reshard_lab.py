@@ -1,0 +1,63 @@
+"""Resharding between hosts with cards of their own: what crosses each card is what the plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.cluster import Cluster
+from weft.comm import Group
+from weft.lab import Cluster as Lab
+from weft.lab import Rank
+from weft.layout import Layout, Mesh
+from weft.reshard import STRATEGIES, Executor, TensorSpec, plan_tensors
+from weft.reshard.reference import shard
+
+SHAPE = (256, 256, 8)
+OVERHEAD = 1.04  # headers, acknowledgements, and messages that arrange the others
+
+
+def card_bytes() -> tuple[int, int]:
+    """Bytes (out, in) of this host's card so far."""
+    line = next(x for x in Path("/proc/net/dev").read_text().splitlines() if x.strip().startswith("eth0:"))
+    fields = line.split(":")[1].split()
+    return int(fields[8]), int(fields[0])
+
+
+def move(rank: Rank, spec: TensorSpec, strategy: str) -> tuple[int, int]:
+    """Moves once, compares the values, and returns what crossed this rank's card."""
+    plan = plan_tensors([spec], cluster=Cluster.uniform(4, gbps=1.0), strategy=strategy)
+    whole = torch.arange(SHAPE[0] * SHAPE[1] * SHAPE[2], dtype=torch.float32).reshape(SHAPE)
+    sources, targets = shard(whole, spec.src), shard(whole, spec.dst)
+    group = Group(rank.group, timeout=60.0)
+    with Executor(plan, group) as executor:
+        dist.barrier()
+        before = card_bytes()
+        dst = {0: torch.empty_like(targets[rank.rank])} if rank.rank in targets else {}
+        executor.run({0: sources[rank.rank]} if rank.rank in sources else {}, dst)
+        dist.barrier()
+        after = card_bytes()
+    assert all(torch.equal(tensor, targets[rank.rank]) for tensor in dst.values())
+    return after[0] - before[0], after[1] - before[1]
+
+
+@pytest.fixture(scope="module")
+def lab(namespaces: None) -> Lab:  # type: ignore[misc]
+    with Lab(hosts=4, devices=2, gbps=1.0) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize(("src", "dst"), [("S0RR", "RS0R"), ("RS1R", "RRR"), ("RRR", "S01RR")])
+def test_cards_carry_what_the_plan_says(lab: Lab, src: str, dst: str, strategy: str) -> None:
+    a, b = Mesh.grid(2, 2), Mesh.grid(2, 2, first_rank=4, first_host=2)
+    spec = TensorSpec("x", SHAPE, torch.float32, Layout.parse(a, src), Layout.parse(b, dst), torch.float32)
+    planned = plan_tensors([spec], cluster=Cluster.uniform(4, gbps=1.0), strategy=strategy).bytes_by_card
+    for rank, (out, into) in enumerate(lab.run(move, spec, strategy, timeout=120.0)):
+        expected = planned[rank // 2]
+        for measured, bytes_planned in ((out, expected.out), (into, expected.into)):
+            slack = 150_000  # acknowledgements of the other direction, barriers
+            assert bytes_planned <= measured <= bytes_planned * OVERHEAD + slack, (rank, strategy)
