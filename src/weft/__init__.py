@@ -10,30 +10,78 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from weft import reshard as reshard
     from weft.errors import PeerLost, PeerMismatch, PeerTimeout
     from weft.kernels import PackedWeight, linear
+    from weft.layout import Layout, Mesh
+    from weft.overlap import (
+        ColwiseOverlap,
+        RowwiseOverlap,
+        all_gather_matmul,
+        matmul_all_reduce,
+        matmul_all_to_all,
+        matmul_reduce_scatter,
+        plan_overlap,
+    )
+    from weft.packed import PackedBatch, pack, packed_attention
+    from weft.reshard import plan_reshard, reshard_state_dict
     from weft.timeline import Timeline
     from weft.tracing import trace
-
-__all__ = ["PackedWeight", "PeerLost", "PeerMismatch", "PeerTimeout", "Timeline", "linear", "trace"]
 
 __version__ = version("weft")
 
 _HOME = {
-    "PackedWeight": "weft.kernels",
-    "PeerLost": "weft.errors",
-    "PeerMismatch": "weft.errors",
-    "PeerTimeout": "weft.errors",
-    "Timeline": "weft.timeline",
-    "linear": "weft.kernels",
-    "trace": "weft.tracing",
+    "weft.errors": ("PeerLost", "PeerMismatch", "PeerTimeout"),
+    "weft.kernels": ("PackedWeight", "linear"),
+    "weft.layout": ("Layout", "Mesh"),
+    "weft.overlap": (
+        "ColwiseOverlap",
+        "RowwiseOverlap",
+        "all_gather_matmul",
+        "matmul_all_reduce",
+        "matmul_all_to_all",
+        "matmul_reduce_scatter",
+        "plan_overlap",
+    ),
+    "weft.packed": ("PackedBatch", "pack", "packed_attention"),
+    "weft.reshard": ("plan_reshard", "reshard_state_dict"),
+    "weft.timeline": ("Timeline",),
+    "weft.tracing": ("trace",),
 }
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "ColwiseOverlap",
+    "Layout",
+    "Mesh",
+    "PackedBatch",
+    "PackedWeight",
+    "PeerLost",
+    "PeerMismatch",
+    "PeerTimeout",
+    "RowwiseOverlap",
+    "Timeline",
+    "all_gather_matmul",
+    "linear",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+    "matmul_reduce_scatter",
+    "pack",
+    "packed_attention",
+    "plan_overlap",
+    "plan_reshard",
+    "reshard",
+    "reshard_state_dict",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name == "reshard":  # a package that can be called: see there
+        return importlib.import_module("weft.reshard")
+    if name not in _MODULE_OF:
         raise AttributeError(f"weft has no {name!r}; its names are {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""The command line: `weft doctor`, `weft bench`, `weft lab check`, `weft trace show`, `weft demo`.
+"""The command line: `weft doctor`, `bench`, `lab check`, `plan`, `tune`, `embed`, `trace show`, `demo`.
 
 Nothing here imports torch before a command needs it, so that `weft --help` answers at once. An error that a
 user can mend is its message and exit code 2; `weft --traceback ...` shows where it came from.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from weft import embed_cli, plan_cli, tune_cli
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ lab_app = typer.Typer(no_args_is_help=True, help="A cluster of network namespace
 trace_app = typer.Typer(no_args_is_help=True, help="Traces that weft.trace() has saved.")
 app.add_typer(lab_app, name="lab")
 app.add_typer(trace_app, name="trace")
+app.add_typer(plan_cli.app, name="plan")
+app.command("tune")(tune_cli.tune)
+app.command("embed")(embed_cli.embed)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import weft
 import weft.lab
 from weft import bench, doctor
 from weft.bench.harness import Case, Options, measure
-from weft.cli import app
+from weft.cli import MOST_LINES, app
 from weft.errors import LabUnavailable
 from weft.lab.check import CheckResult, Row
 from weft.report import Column, Headline, Report, demo
@@ -103,14 +103,19 @@ def test_an_unknown_option_is_a_usage_error() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_long_error_is_cut_to_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lines", "shown"), [(2, 2), (30, MOST_LINES)])
+def test_an_error_is_shown_with_its_remedy_but_not_a_whole_story(
+    monkeypatch: pytest.MonkeyPatch, lines: int, shown: int
+) -> None:
     def unavailable() -> list[doctor.Check]:
-        raise LabUnavailable("no namespaces\nand a long story")
+        raise LabUnavailable("\n".join(f"line {i}" for i in range(lines)))
 
     monkeypatch.setattr(doctor, "examine", unavailable)
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 2
-    assert result.stderr == "weft: no namespaces (`weft --traceback` shows all of it)\n"
+    assert result.stderr.startswith("weft: line 0\n  line 1")
+    assert len(result.stderr.splitlines()) == shown
+    assert ("--traceback" in result.stderr) == (shown < lines)
 
 
 # -- bench ------------------------------------------------------------------------------

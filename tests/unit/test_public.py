@@ -13,9 +13,11 @@ import weft
 
 def test_every_public_name_loads():
     assert sorted(weft.__all__) == list(weft.__all__)
+    assert len(weft.__all__) < 30
     assert set(weft.__all__) <= set(dir(weft))
     for name in weft.__all__:
-        assert getattr(weft, name).__name__ == name
+        assert getattr(weft, name).__name__.removeprefix("weft.") == name
+    assert callable(weft.reshard)
     with pytest.raises(AttributeError, match="its names are"):
         weft.nonsense  # noqa: B018
 

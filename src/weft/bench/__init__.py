@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from weft.report import Report
 
 # Paths, not modules: they import torch, and the command line must start without it.
-BENCHMARKS = {"gemm": "weft.bench.gemm"}
+BENCHMARKS = {
+    "gemm": "weft.bench.gemm",
+    "overlap": "weft.bench.overlap",
+    "reshard": "weft.bench.reshard",
+    "packed": "weft.bench.packed",
+}
 
 
 class Benchmark(Protocol):
@@ -32,7 +37,7 @@ def load(name: str) -> Benchmark:
     >>> load("gem")
     Traceback (most recent call last):
     ...
-    ValueError: got the benchmark 'gem'; expected one of: gemm; `weft bench --list` says what each measures
+    ValueError: got the benchmark 'gem'; expected one of: gemm, overlap, reshard, packed; `weft bench --list` says what each measures
     """
     if name not in BENCHMARKS:
         raise ValueError(

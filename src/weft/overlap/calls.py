@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels import PackedWeight, Rows, linear
+from weft.kernels.dispatch import kernels_for
 from weft.overlap.context import Call, Context
 from weft.overlap.outgoing import Counts
 from weft.overlap.plan import Op, OverlapPlan
@@ -58,11 +59,17 @@ def _checked(plan: OverlapPlan, context: Context, asked: Asked) -> OverlapPlan:
     return plan.fit(m=asked.m, n=asked.n, k=asked.k)
 
 
+def _empty(like: Tensor, rows: int, cols: int) -> Tensor:
+    """On huge pages where that pays: the page faults of a large output take as long as a part of its matmul."""
+    made: Tensor = kernels_for(like).empty(rows, cols, dtype=like.dtype)
+    return made
+
+
 def gather_matmul(
     context: Context, x: Tensor, weight: PackedWeight, *, m: int, bias: Tensor | None, plan: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """All-gather x [m_r, K], times weight [N, K] -> [m, N]; and the gathered x [m, K] if `keep`, else [0, K]."""
-    y, gathered = x.new_empty(m, weight.n), x.new_empty(m if keep else 0, weight.k)
+    y, gathered = _empty(x, m, weight.n), _empty(x, m if keep else 0, weight.k)
     x = row_major(x)
     with context.call() as call:
         asked = Asked(Op.ALL_GATHER, m, weight.n, weight.k, x.dtype, plan, bias is not None)
@@ -88,7 +95,7 @@ def matmul_scatter(
     with context.call() as call:
         asked = Asked(op, m, weight.n, weight.k, x.dtype, plan, bias is not None)
         run = OutgoingCall(context, call, *resolve(context, call, asked), dtype=x.dtype)
-        y = x.new_empty(run.prepare(), weight.n)
+        y = _empty(x, run.prepare(), weight.n)
         run.run(x, weight, out=y, bias=bias, meanwhile=meanwhile)
     return y
 
@@ -109,7 +116,7 @@ def matmul_scatter_rows(
         run = OutgoingCall(context, call, found, text, dtype=x.dtype)
         run.meet()  # sizes are exchanged first, so there is nothing to do meanwhile
         counts = _exchange_counts(context, call, destinations)
-        y = x.new_empty(run.prepare(counts), weight.n)
+        y = _empty(x, run.prepare(counts), weight.n)
         rows: Tensor | Rows = x
         if x.shape[0]:
             rows = Rows.stack([x]).gather(torch.argsort(destinations, stable=True))
@@ -124,7 +131,7 @@ def gather_rows_matmul(context: Context, x: Tensor, weight: PackedWeight, counts
     """
     table = tuple(map(tuple, counts.tolist()))
     m = sum(table[context.rank])
-    y, gathered = x.new_empty(m, weight.n), x.new_empty(m, weight.k)
+    y, gathered = _empty(x, m, weight.n), _empty(x, m, weight.k)
     x = row_major(x)
     with context.call() as call:
         asked = Asked(Op.GATHER_BACK, m, weight.n, weight.k, x.dtype, "", bias=False)

@@ -26,11 +26,14 @@ def _packed(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k
 
 
 def _packed_t(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> PackedWeight:
-    """The transposed weight [K, N], which input gradients are multiplied with."""
-    if w is not None:
+    """The transposed weight [K, N], which input gradients are multiplied with.
+
+    Whoever packs by hand may have reasons to: then nothing is kept here either.
+    """
+    if packed is None:
+        assert w is not None
         return context.weights.packed(w, transposed=True)
-    assert packed is not None
-    return pack(PackedWeight(packed, n, k, isa).to_dense().t())
+    return pack((PackedWeight(packed, n, k, isa).to_dense() if w is None else w.detach()).t())
 
 
 def _shard_rows(m: int, group_name: str) -> int:

@@ -58,10 +58,30 @@ class Lane:
         streams = self.plan.streams
         return streams.kinds[streams.kind[self.plan.chunk_rows[chunk][0]]]
 
-    def finish(self, transfer: Transfer, chunk: int) -> None:
+    def patience(self, steps: int) -> float:
+        """The deadline of a wait, longer by a little for each step between it and where a failure is felt first.
+
+        A rank that stops holds up all before and behind it. The next one to it should give up first, because
+        its error names the right peer; the others then lose it.
+        """
+        return self.wait.timeout + steps * min(1.0, 0.05 * self.wait.timeout)
+
+    def waiting(self, steps: int) -> Wait:
+        """A wait for a rank of this host with that patience."""
+        return Wait(self.patience(steps), self.wait.stop)
+
+    def finish_send(self, transfer: Transfer, chunk: int, depth: int) -> None:
+        """Waits until a chunk that is sent for the `depth`-th hop has left."""
+        self._finish(transfer, chunk, self.patience(self.script.deepest - depth))
+
+    def finish_receive(self, transfer: Transfer, chunk: int, depth: int) -> None:
+        """Waits until a chunk that comes by its `depth`-th hop is there."""
+        self._finish(transfer, chunk, self.patience(depth - 1))
+
+    def _finish(self, transfer: Transfer, chunk: int, timeout: float) -> None:
         """Waits for a message; a failure is another thread's business if that failed before."""
         try:
-            transfer.wait(what="", timeout=self.wait.timeout)
+            transfer.wait(what="", timeout=timeout)
         except WeftError as error:
             if self.wait.stop.is_set():
                 raise Stopped from None
@@ -102,7 +122,7 @@ class Landing:
         self._own = 0  # chunks that went into the pool
         self._counts = done_counts(lane.script.published[Ring.RECEIVED])
         self._total = total_counts(lane.script.published[Ring.RECEIVED])
-        self._forwards: dict[object, list[tuple[Transfer, int]]] = {}  # by slot, still to be waited for
+        self._forwards: dict[object, list[tuple[Transfer, int, int]]] = {}  # by slot, still to be waited for
 
     def run(self) -> None:
         posted: deque[tuple[Receive, Tensor, Transfer, bool]] = deque()
@@ -139,7 +159,7 @@ class Landing:
     def _arrive(self, receive: Receive, memory: Tensor, transfer: Transfer, direct: bool) -> None:
         lane, chunk = self.lane, receive.chunk
         start = tracing.now()
-        lane.finish(transfer, chunk)
+        lane.finish_receive(transfer, chunk, receive.depth)
         lane.record("recv", chunk, receive.sender, start)
         wire, op = lane.wire(chunk)
         if receive.adds:
@@ -150,7 +170,7 @@ class Landing:
         if receive.forward:
             peers = [lane.executor.peer(rank) for rank in receive.forward]
             key = self._key(receive, memory, direct)
-            sent = [(lane.group.send(memory, peer, tag=chunk), chunk) for peer in peers]
+            sent = [(lane.group.send(memory, peer, tag=chunk), chunk, receive.depth + 1) for peer in peers]
             self._forwards.setdefault(key, []).extend(sent)
         if receive.number >= 0:
             lane.rings.publish(Ring.RECEIVED)
@@ -169,8 +189,8 @@ class Landing:
         return self._pool.slot(0, 1).data_ptr()
 
     def _wait_forwards(self, key: object) -> None:
-        for transfer, chunk in self._forwards.pop(key, ()):
-            self.lane.finish(transfer, chunk)
+        for transfer, chunk, depth in self._forwards.pop(key, ()):
+            self.lane.finish_send(transfer, chunk, depth)
 
 
 class Outgoing:
@@ -225,7 +245,7 @@ class Outgoing:
 
     def _land(self) -> None:
         transfer, chunk, rank, start, _ = self._flying.popleft()
-        self.lane.finish(transfer, chunk)
+        self.lane.finish_send(transfer, chunk, depth=1)
         self.lane.record("send", chunk, rank, start)
 
 
@@ -245,7 +265,7 @@ class Taking:
             lane.on_bytes(int(lane.plan.units.nbytes[unit]))
         for take in lane.script.takes:
             number = take.number + lane.run * lane.script.totals[take.head, take.ring]
-            lane.rings.wait_ready(take.head, take.ring, number, lane.wait, partial(self._what, take))
+            lane.rings.wait_ready(take.head, take.ring, number, lane.waiting(take.depth), partial(self._what, take))
             start = tracing.now()
             size = lane.size(take.chunk)
             memory = lane.rings.slot(take.head, take.ring, number, size)
@@ -276,4 +296,4 @@ def wait_slot(lane: Lane, ring: Ring, number: int, counts: list[dict[int, int]],
         number, run = number + len(counts), run - 1
     for taker, count in counts[number].items():
         what = partial("rank {} to copy chunk {} of those {} on this rank".format, taker, number, ring.name.lower())
-        lane.rings.wait_done(ring, taker, count + run * total[taker], lane.wait, what)
+        lane.rings.wait_done(ring, taker, count + run * total[taker], lane.waiting(0), what)

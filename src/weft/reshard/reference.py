@@ -23,12 +23,10 @@ def shard(whole: Tensor, layout: Layout) -> dict[int, Tensor]:
     >>> pieces[1]
     tensor([3, 4])
     """
-    parts = {(): whole}  # by the coordinates along the axes so far, in the order in which they cut
+    parts: dict[tuple[int, ...], Tensor] = {(): whole}  # by the coordinates along the axes so far, in the order in which they cut
     for axis in layout.order:
         parts = {
-            (*place, i): piece
-            for place, part in parts.items()
-            for i, piece in enumerate(_cut(part, layout, axis))
+            (*place, i): piece for place, part in parts.items() for i, piece in enumerate(_cut(part, layout, axis))
         }
     ranks = layout.mesh.array.transpose(layout.order)
     return {int(ranks[place]): part for place, part in parts.items()}

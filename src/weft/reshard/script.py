@@ -33,6 +33,7 @@ class Receive:
     adds:    this rank reduces its own term with it; `averages`: and divides by the number of terms
     takers:  the ranks of this host that need it from here, this one included
     forward: the ranks that it is passed on to
+    depth:   how many hops it has gone when it is here
     number:  its place in the ring; -1 when nobody else takes it, so that it is not published
     """
 
@@ -42,6 +43,7 @@ class Receive:
     last_term: bool
     takers: Ranks
     forward: Ranks
+    depth: int
     number: int
 
 
@@ -57,10 +59,11 @@ class Send:
 
 @dataclass(frozen=True)
 class Take:
-    """A chunk that this rank copies from the ring of `head`."""
+    """A chunk that this rank copies from the ring of `head`, where it is after `depth` hops."""
 
     chunk: int
     head: int
+    depth: int
     ring: Ring
     number: int
 
@@ -72,6 +75,7 @@ class Script:
     published: for each ring the takers of each number, to know when a slot may be used again
     keeps:     units that this rank both holds and needs, as indices
     totals:    how many chunks each rank of the host publishes in each ring
+    deepest:   the most hops that any chunk of the plan goes
     """
 
     receives: tuple[Receive, ...]
@@ -80,6 +84,7 @@ class Script:
     published: dict[Ring, tuple[Ranks, ...]]
     keeps: Ints
     totals: dict[tuple[int, Ring], int]
+    deepest: int
 
 
 class ScriptWriter:
@@ -90,6 +95,8 @@ class ScriptWriter:
         hops = plan.hops
         self._first = np.searchsorted(hops.chunk, np.arange(len(plan.chunks) + 1))
         self._takers: dict[tuple[int, int, int], Ranks] = {}
+        self._depth = _depths(plan)
+        self._deepest = int(self._depth.max(initial=0))
 
     def of(self, rank: int) -> Script:
         """The script of a rank; an empty one for a rank that the plan does not name."""
@@ -108,7 +115,7 @@ class ScriptWriter:
             Ring.RECEIVED: tuple(each.takers for each in receives if each.number >= 0),
             Ring.OWN: tuple(each.takers for each in sends if each.number >= 0),
         }
-        return Script(tuple(receives), tuple(sends), tuple(takes), published, self._keeps(rank), totals)
+        return Script(tuple(receives), tuple(sends), tuple(takes), published, self._keeps(rank), totals, self._deepest)
 
     def is_published(self) -> tuple[bool, bool]:
         """Whether any rank publishes what it received, and what it holds."""
@@ -129,7 +136,9 @@ class ScriptWriter:
             takers = self._takers_of(chunk, rank) if last or not adds else ()
             shared = any(taker != rank for taker in takers)
             sender, onward = int(hops.sender[h]), tuple(forward.get(h, ()))
-            found.append(Receive(chunk, sender, adds, last, takers, onward, number if shared else -1))
+            found.append(
+                Receive(chunk, sender, adds, last, takers, onward, int(self._depth[h]), number if shared else -1)
+            )
             number += shared
         return found
 
@@ -178,7 +187,23 @@ class ScriptWriter:
         return np.nonzero(kept[self.plan.units.stream])[0]
 
 
+def _depths(plan: Plan) -> Ints:
+    """[hops] how many hops the chunk has gone after each."""
+    depth = np.ones(len(plan.hops), np.int64)
+    hops = plan.hops
+    brought: dict[int, int] = {}  # by rank, of the chunk at hand
+    chunk = -1
+    for h, (c, a, b) in enumerate(zip(*(x.tolist() for x in (hops.chunk, hops.sender, hops.receiver)), strict=True)):
+        if c != chunk:
+            brought, chunk = {}, c
+        depth[h] = 0 if a == b else brought.get(a, 0) + 1
+        brought[b] = int(depth[h])
+    return depth
+
+
 def _takes(rank: int, head: int, receives: Iterable[Receive], sends: Iterable[Send]) -> list[Take]:
-    found = [Take(r.chunk, head, Ring.RECEIVED, r.number) for r in receives if r.number >= 0 and rank in r.takers]
-    found += [Take(s.chunk, head, Ring.OWN, s.number) for s in sends if s.number >= 0 and rank in s.takers]
+    found = [
+        Take(r.chunk, head, r.depth, Ring.RECEIVED, r.number) for r in receives if r.number >= 0 and rank in r.takers
+    ]
+    found += [Take(s.chunk, head, 0, Ring.OWN, s.number) for s in sends if s.number >= 0 and rank in s.takers]
     return found

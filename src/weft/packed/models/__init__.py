@@ -1,0 +1,118 @@
+"""`pack(model)`: which models can be packed, and by what."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+from torch import nn
+
+from weft.packed.engine import AttentionDropout
+from weft.packed.models.bert import columns, describe_bert, describe_distilbert, roberta_positions
+from weft.packed.models.common import Unsupported
+from weft.packed.models.gpt2 import describe_gpt2
+from weft.packed.models.hf import Family, pack_base, pack_head
+from weft.packed.models.inputs import HeadKind
+from weft.packed.models.llama import describe_llama
+from weft.packed.models.modernbert import describe_modernbert
+from weft.packed.models.torch_encoder import pack_encoder
+
+_ENCODER_HEADS = {
+    "ForMaskedLM": HeadKind.TOKENS,
+    "ForTokenClassification": HeadKind.TOKENS,
+    "ForSequenceClassification": HeadKind.FIRST,
+}
+_POOLED = "BaseModelOutputWithPoolingAndCrossAttentions"
+
+
+def _encoder_heads(name: str) -> dict[str, HeadKind]:
+    return {f"{name}{head}": kind for head, kind in _ENCODER_HEADS.items()}
+
+
+FAMILIES = (
+    Family("BertModel", describe_bert, columns, _POOLED, _encoder_heads("Bert")),
+    Family("RobertaModel", describe_bert, roberta_positions, _POOLED, _encoder_heads("Roberta")),
+    Family("DistilBertModel", describe_distilbert, columns, "BaseModelOutput", _encoder_heads("DistilBert")),
+    Family("ModernBertModel", describe_modernbert, columns, "BaseModelOutput", _encoder_heads("ModernBert")),
+    Family(
+        "GPT2Model", describe_gpt2, columns, "BaseModelOutputWithPastAndCrossAttentions",
+        {"GPT2LMHeadModel": HeadKind.NEXT_TOKEN, "GPT2ForSequenceClassification": HeadKind.PADDED,
+         "GPT2ForTokenClassification": HeadKind.TOKENS},
+    ),
+    Family(
+        "LlamaModel", describe_llama, columns, "BaseModelOutputWithPast",
+        {"LlamaForCausalLM": HeadKind.NEXT_TOKEN, "LlamaForSequenceClassification": HeadKind.PADDED,
+         "LlamaForTokenClassification": HeadKind.TOKENS},
+    ),
+)  # fmt: skip
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def supported() -> list[str]:
+    """The names of the classes that `pack` takes."""
+    names = [name for family in FAMILIES for name in (family.base, *family.heads)]
+    return [*names, "SentenceTransformer", "torch.nn.TransformerEncoder"]
+
+
+def pack(model: ModelT, *, attention_dropout: str = "error") -> ModelT:
+    """A twin of the model that never computes a padded token: same call, same parameters, same outputs.
+
+    Takes Hugging Face's BERT (MiniLM is one), RoBERTa, DistilBERT, ModernBERT, GPT-2 and Llama, with the usual heads,
+    a SentenceTransformer around one of these, and torch.nn.TransformerEncoder. Outputs at padding are zeros. The twin
+    shares its parameters with the model; in inference it keeps a packed copy of them, which it renews when they
+    change. It computes no attention weights and keeps no cache; an argument that asks for these is an error.
+
+    Where the model drops attention weights in training, `attention_dropout` says what to do: "error", or "off" to
+    train without.
+
+    >>> import torch
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
+    >>> src, padding = torch.randn(2, 5, 32), torch.tensor([[False] * 5, [False] * 2 + [True] * 3])
+    >>> with torch.no_grad():
+    ...     got = pack(encoder)(src, src_key_padding_mask=padding)
+    ...     want = encoder(src, src_key_padding_mask=padding)
+    >>> torch.allclose(got[~padding], want[~padding], atol=1e-5)
+    True
+    """
+    dropout = AttentionDropout(attention_dropout)
+    packed: Any
+    if isinstance(model, nn.TransformerEncoder) and type(model) is nn.TransformerEncoder:
+        packed = pack_encoder(model, dropout)
+        return packed  # type: ignore[no-any-return]
+    if type(model).__name__ == "SentenceTransformer":
+        packed = _pack_sentence_transformer(model, dropout)
+        return packed  # type: ignore[no-any-return]
+    name = type(model).__name__
+    if type(model).__module__.startswith("transformers.models."):
+        for family in FAMILIES:
+            if name == family.base:
+                packed = pack_base(model, family, dropout)
+                return packed  # type: ignore[no-any-return]
+            if name in family.heads:
+                packed = pack_head(model, family.heads[name], _base_name(model, family), family, dropout)
+                return packed  # type: ignore[no-any-return]
+    raise Unsupported(f"cannot pack a {type(model).__module__}.{name}; supported are {', '.join(supported())}")
+
+
+def _base_name(model: Any, family: Family) -> str:
+    for name, child in model.named_children():
+        if type(child).__name__ == family.base:
+            return str(name)
+    raise Unsupported(f"{type(model).__name__} has no {family.base}; is it packed already, or changed?")
+
+
+def _pack_sentence_transformer(model: Any, dropout: AttentionDropout) -> nn.Module:
+    twin = copy.copy(model)
+    twin.__dict__["_modules"] = dict(model._modules)
+    first = next(iter(twin._modules))
+    transformer = copy.copy(twin._modules[first])
+    transformer.__dict__["_modules"] = dict(transformer._modules)
+    held = "model" if "model" in transformer._modules else "auto_model"
+    if held not in transformer._modules:
+        raise Unsupported(
+            f"the first module of the SentenceTransformer is a {type(transformer).__name__}, no Transformer"
+        )
+    transformer._modules[held] = pack(transformer._modules[held], attention_dropout=dropout.value)
+    twin._modules[first] = transformer
+    return twin  # type: ignore[no-any-return]

@@ -1,0 +1,167 @@
+"""The styles in parallelize_module, against the same modules unsharded; and the tuner on a group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.nn import functional as F
+
+from weft import overlap
+from weft.overlap import ColwiseOverlap, Op, RowwiseOverlap, Shape, tune, tuned, use_tuned
+from weft.overlap.context import context_of
+
+WIDTH, HEADS, STEPS = 32, 4, 20
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 96, bias=bias), nn.Linear(96, WIDTH, bias=bias)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm1, self.mlp = heads, nn.LayerNorm(WIDTH), Mlp()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        normed = self.norm1(x)
+        q, k, v = (p(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.mlp(x + self.out(mixed))
+
+
+def styles(kind: str) -> dict:
+    norm = SequenceParallel(use_local_output=True)
+    mlp = {"norm": norm, "up": ColwiseOverlap(), "down": RowwiseOverlap()}
+    if kind == "mlp":
+        return mlp
+    return {
+        **{f"mlp.{name}": style for name, style in mlp.items()},
+        "norm1": norm,
+        **dict.fromkeys("qkv", ColwiseOverlap()),
+        "out": RowwiseOverlap(),
+    }
+
+
+def train(module: nn.Module, x, target, share: float) -> list[float]:
+    """Losses of STEPS steps; `share` is this rank's part of the mean."""
+    optimiser = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(STEPS):
+        optimiser.zero_grad()
+        loss = F.mse_loss(module(x), target) * share
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
+def make(kind: str, ranks: int) -> nn.Module:
+    torch.manual_seed(0)
+    return Mlp() if kind == "mlp" else Block(HEADS // ranks)
+
+
+def train_both(kind: str) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(1)
+    x, target = (torch.randn(3, 16, WIDTH, generator=generator) for _ in range(2))
+    alone = make(kind, 1)
+    want = train(alone, x, target, 1.0)
+    sharded = parallelize_module(make(kind, size), init_device_mesh("cpu", (size,)), styles(kind))
+    mine = [t.chunk(size, dim=1)[rank] for t in (x, target)]
+    shares = torch.tensor(train(sharded, *mine, 1.0 / size))
+    dist.all_reduce(shares)
+    torch.testing.assert_close(shares, torch.tensor(want), rtol=1e-4, atol=1e-5)
+    assert want[-1] < 0.8 * want[0], "it learns"
+    for name, parameter in sharded.named_parameters():
+        assert isinstance(parameter, DTensor)
+        torch.testing.assert_close(parameter.full_tensor(), alone.get_parameter(name), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "block"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_twenty_steps_have_the_losses_of_one_process(kind: str, ranks: int) -> None:
+    run_ranks(train_both, ranks, kind, timeout=120.0)
+
+
+def layouts_and_modes() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    alone = Mlp(bias=False)
+    x = torch.randn(10, WIDTH)
+    want = alone.down(F.gelu(alone.up(x)))
+    plan = {"up": ColwiseOverlap(sequence_dim=0), "down": RowwiseOverlap(output_layouts=Replicate())}
+    torch.manual_seed(0)
+    sharded = parallelize_module(Mlp(bias=False), mesh, plan)
+    got = sharded.down(F.gelu(sharded.up(x.chunk(2)[rank])))
+    torch.testing.assert_close(got, want)
+    uneven = distribute_tensor(x[:9], mesh, [Shard(0)])  # 5 and 4 rows
+    torch.testing.assert_close(sharded.up(uneven), alone.up(x[:9]).chunk(2, dim=1)[rank])
+    torch.manual_seed(0)
+    whole = parallelize_module(
+        Mlp(bias=False), mesh, {"down": RowwiseOverlap(output_layouts=Shard(0), use_local_output=False)}
+    )
+    wide = distribute_tensor(F.gelu(alone.up(x)), mesh, [Replicate()])
+    scattered = whole.down(wide)
+    assert scattered.placements == (Shard(0),)
+    torch.testing.assert_close(scattered.full_tensor(), want)
+    compiled = torch.compile(sharded.up, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        with torch.no_grad():
+            sharded.up.weight.mul_(2.0)
+        torch.testing.assert_close(compiled(x.chunk(2)[rank]), sharded.up(x.chunk(2)[rank]))
+    assert all(isinstance(t, DTensor) for name, t in sharded.state_dict().items() if "norm" not in name)
+
+
+def test_layouts_and_compiled_layers() -> None:
+    run_ranks(layouts_and_modes, 2, timeout=120.0)
+
+
+def refusals() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match="is for nn.Linear, got LayerNorm"):
+        parallelize_module(nn.LayerNorm(4), mesh, ColwiseOverlap())
+    layer = parallelize_module(nn.Linear(4, 4), mesh, RowwiseOverlap())
+    with pytest.raises(ValueError, match="a sequence of 5 in a batch of 3 does not divide by 2 ranks"):
+        layer(torch.randn(3, 5, 2))
+
+
+def test_refusals() -> None:
+    run_ranks(refusals, 2)
+
+
+# The tuner --------------------------------------------------------------------------------------------------
+
+
+def tune_here(path: str) -> str:
+    group = dist.group.WORLD
+    found = [tune(Shape(op, 48, 64, 16), group=group, candidates=2, rounds=2) for op in Op if not op.gathers]
+    assert all("measured" in t.plan.reason for t in found)
+    if group.rank() == 0:
+        tuned.save(path, found)
+    dist.barrier()
+    fresh = dist.new_group([0, 1])
+    notes = use_tuned(path, group=fresh)
+    for t in found:
+        assert context_of(fresh).planner.known(t.plan.op, 48, 64, 16, "float32") == t.plan
+    overlap.matmul_all_reduce(torch.ones(48, 16), torch.ones(64, 16), group=fresh)
+    assert use_tuned(path + ".none", group=fresh)[0].endswith("`weft tune` writes it")
+    return notes[-1]
+
+
+def test_tuned_plans_are_the_same_on_all_ranks_and_used(tmp_path) -> None:
+    notes = run_ranks(tune_here, 2, str(tmp_path / "plans.json"))
+    assert notes == ["3 of 3 plans are for hosts (0, 0)"] * 2
