@@ -78,7 +78,7 @@ def die_in_the_middle(rank: Rank, op: str) -> str:
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_a_killed_rank_is_named(namespaces: None, op: str) -> None:
     with Cluster(hosts=2, devices=2, gbps=1.0) as lab:
-        with pytest.raises(RankFailed, match="rank 3 .*SIGKILL"):
+        with pytest.raises(RankFailed, match=r"rank 3 .*SIGKILL"):
             lab.run(die_in_the_middle, op, timeout=20.0)
         assert lab.run(many_calls, [1, 2], timeout=60.0) == [2] * 4, "and a new run is as good as ever"
 

@@ -34,8 +34,8 @@ def move(rank: Rank, spec: TensorSpec, strategy: str) -> tuple[int, int]:
     sources, targets = shard(whole, spec.src), shard(whole, spec.dst)
     group = Group(rank.group, timeout=60.0)
     with Executor(plan, group) as executor:
-        dist.barrier()
         before = card_bytes()
+        dist.barrier()  # or another rank of this host would send before this one has looked
         dst = {0: torch.empty_like(targets[rank.rank])} if rank.rank in targets else {}
         executor.run({0: sources[rank.rank]} if rank.rank in sources else {}, dst)
         dist.barrier()

@@ -190,16 +190,21 @@ def refuse(kind: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("plans", "PeerMismatch: ranks are about to do different things"),
-        ("ranks", "ValueError: the meshes of the plan have the ranks [9], which are not in the process group"),
-        ("staging", "ValueError: max_staging_bytes is 1048576, expected at least"),
-    ],
-)
-def test_refusals_come_before_a_byte_moves(kind: str, message: str) -> None:
-    assert all(text.startswith(message) for text in run_ranks(refuse, 4, kind))
+REFUSALS = [
+    ("plans", "PeerMismatch: ranks are about to do different things"),
+    ("ranks", "ValueError: the meshes of the plan have the ranks [9], which are not in the process group"),
+    ("staging", "ValueError: max_staging_bytes is 1048576, expected at least"),
+]
+
+
+def refuse_all() -> list[str]:
+    return [refuse(kind) for kind, _ in REFUSALS]
+
+
+def test_refusals_come_before_a_byte_moves() -> None:
+    for texts in run_ranks(refuse_all, 4):
+        for (_, message), text in zip(REFUSALS, texts, strict=True):
+            assert text.startswith(message), text
 
 
 # Failures ---------------------------------------------------------------------------------------------------

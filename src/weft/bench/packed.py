@@ -29,6 +29,7 @@ HELP = "models without padding against Hugging Face, torch.compile, ONNX Runtime
 
 QUICK_LAYERS = 1  # of BERT-base's 12: the ratios are those of the layers
 QUICK_ROUNDS = 3
+QUICK_TEXTS = 400
 PEAK_ROUNDS = 2_000_000
 CORE_PEERS = ("hf sdpa", "onnxruntime")  # in the rows beside the headline
 AGREEMENT = 2e-3  # of states of unit size, across runtimes
@@ -93,7 +94,7 @@ def run(options: Options) -> Report:
         rows = [head, same, *(sweep(model, options) if not options.quick else [])]
     attention = [Result(_timed(case, options), flops, absent) for case, flops, absent in attention_cases()]
     train = training(model, batch(uniform(256), 16), options)
-    embed = Result(_timed(embed_case(1_000 if options.quick else 20_000), options), 0.0, {})
+    embed = Result(_timed(embed_case(QUICK_TEXTS if options.quick else 20_000), options), 0.0, {})
     memory = memory_row(layers=QUICK_LAYERS)
     results = [*rows, *attention, train, embed]
     return Report(

@@ -32,11 +32,12 @@ def embed_case(count: int) -> Case:
     texts = sentences(count)
     peer: Any = SentenceTransformer(str(folder), device="cpu")
     encoder = Encoder(folder)
-    place = Path(tempfile.mkdtemp(prefix="weft-bench-"))
-    source, out = place / "texts.txt", place / "out.npy"
+    folder_of_run = tempfile.TemporaryDirectory(prefix="weft-bench-")  # lives as long as the function that uses it
+    source, out = (Path(folder_of_run.name, name) for name in ("texts.txt", "out.npy"))
     source.write_text("\n".join(texts), encoding="utf-8")
 
     def ours() -> None:
+        assert folder_of_run.name
         run(Options(source, out), encoder)
 
     def theirs() -> Any:

@@ -134,7 +134,7 @@ def measure_case(
 def _measure(case: Case, rank: Rank, shards: _Shards, rounds: int) -> Measurement:
     # The ranks are children of the lab's process: its descendants are our own, not noise.
     meter = noise.Meter(root=os.getppid()) if rank.rank == 0 else _Still()
-    found = measure(case, rounds=rounds, meter=meter, agree=shards.agree, max_retries=rounds)
+    found = measure(case, rounds=rounds, meter=meter, agree=shards.agree, max_retries=rounds // 2)
     return Measurement(Case("", dict.fromkeys(case.systems, _nothing)), found.rounds, found.disturbed)
 
 

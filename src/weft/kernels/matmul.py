@@ -51,7 +51,10 @@ class PackedWeight:
             raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
         isa = isa or cpu.FASTEST
         source = w if w.requires_grad else None
-        return cls._of(_pack(w.detach(), isa, threads), w.shape[0], w.shape[1], isa, source)
+        dense = w.detach()
+        # The first call of any op imports half of torch; a plain tensor needs none of it.
+        data = kernels_for(dense).pack(dense, isa, threads) if _is_plain(dense) else _pack(dense, isa, threads)
+        return cls._of(data, w.shape[0], w.shape[1], isa, source)
 
     @classmethod
     def _of(cls, data: Tensor, n: int, k: int, isa: str, source: Tensor | None) -> PackedWeight:
@@ -63,7 +66,7 @@ class PackedWeight:
 
     def to_dense(self) -> Tensor:
         """A new contiguous tensor [N, K] with the packed values."""
-        dense: Tensor = _unpack(self.data, self.n, self.k, self.isa, 0)
+        dense: Tensor = kernels_for(self.data).unpack(self.data, self.n, self.k, self.isa, 0)
         return dense
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,14 @@ from weft.overlap.planner import Planner
 from weft.overlap.weights import WeightCache
 from weft.overlap.worker import Worker
 
-_contexts: dict[ProcessGroup, Context] = {}
+
+@dataclass
+class _Entry:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    context: Context | None = None
+
+
+_contexts: dict[ProcessGroup, _Entry] = {}
 _lock = threading.Lock()
 
 
@@ -90,16 +97,14 @@ class Context:
 def context_of(pg: ProcessGroup) -> Context:
     """The context of a group; made on the first call, which all ranks must make."""
     with _lock:
-        found = _contexts.get(pg)
-        if found is None:
-            # A destroyed group is no longer in torch's own table.
-            for gone in [other for other in _contexts if other not in dist.distributed_c10d._world.pg_map]:
-                del _contexts[gone]
-    if found is None:
-        made = Context(pg, timeout=timeout_of(pg))
-        with _lock:
-            found = _contexts.setdefault(pg, made)
-    return found
+        for gone in [other for other in _contexts if other not in dist.distributed_c10d._world.pg_map]:
+            del _contexts[gone]  # a destroyed group is no longer in torch's own table
+        entry = _contexts.setdefault(pg, _Entry())
+    # Not under the one lock: making a context waits for the other ranks, which may be busy with another group's.
+    with entry.lock:
+        if entry.context is None:
+            entry.context = Context(pg, timeout=timeout_of(pg))
+        return entry.context
 
 
 def group_by_name(name: str) -> ProcessGroup:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -78,17 +78,32 @@ class Lane:
         """Waits until a chunk that comes by its `depth`-th hop is there."""
         self._finish(transfer, chunk, self.patience(depth - 1))
 
+    def send(self, data: Tensor, rank: int, chunk: int) -> Transfer:
+        """Starts to send a chunk to a rank of the plan."""
+        with self._named(chunk):
+            return self.group.send(data, self.executor.peer(rank), tag=chunk)
+
+    def receive(self, data: Tensor, rank: int, chunk: int) -> Transfer:
+        """Starts to receive a chunk from a rank of the plan."""
+        with self._named(chunk):
+            return self.group.recv(data, self.executor.peer(rank), tag=chunk)
+
     def _finish(self, transfer: Transfer, chunk: int, timeout: float) -> None:
-        """Waits for a message; a failure is another thread's business if that failed before."""
-        try:
+        with self._named(chunk):
             transfer.wait(what="", timeout=timeout)
+
+    @contextmanager
+    def _named(self, chunk: int) -> Iterator[None]:
+        """Says in an error which chunk it was; it is another thread's business if that failed before."""
+        try:
+            yield
         except WeftError as error:
             if self.wait.stop.is_set():
                 raise Stopped from None
             what = self.src.describe(chunk)
             if isinstance(error, PeerTimeout):
                 raise PeerTimeout(what + error.what, seconds=error.seconds) from error
-            raise PeerLost(f"{what}{error}") from error
+            raise PeerLost(f"{what}: {error}") from error
 
     def record(self, kind: Kind, chunk: int, peer: int, start: float) -> None:
         """Adds an event to the trace, if there is one."""
@@ -130,8 +145,7 @@ class Landing:
             if len(posted) >= self._ahead:
                 self._arrive(*posted.popleft())
             memory, direct = self._memory(receive)
-            sender = self.lane.executor.peer(receive.sender)
-            posted.append((receive, memory, self.lane.group.recv(memory, sender, tag=receive.chunk), direct))
+            posted.append((receive, memory, self.lane.receive(memory, receive.sender, receive.chunk), direct))
         while posted:
             self._arrive(*posted.popleft())
         for key in tuple(self._forwards):
@@ -168,9 +182,8 @@ class Landing:
             if receive.last_term and op == "avg":
                 memory.view(wire).div_(lane.src.terms(chunk))
         if receive.forward:
-            peers = [lane.executor.peer(rank) for rank in receive.forward]
             key = self._key(receive, memory, direct)
-            sent = [(lane.group.send(memory, peer, tag=chunk), chunk, receive.depth + 1) for peer in peers]
+            sent = [(lane.send(memory, rank, chunk), chunk, receive.depth + 1) for rank in receive.forward]
             self._forwards.setdefault(key, []).extend(sent)
         if receive.number >= 0:
             lane.rings.publish(Ring.RECEIVED)
@@ -240,7 +253,7 @@ class Outgoing:
         for rank in send.receivers:
             while len(self._flying) >= SENDS_AHEAD:
                 self._land()
-            transfer = lane.group.send(data, lane.executor.peer(rank), tag=send.chunk)
+            transfer = lane.send(data, rank, send.chunk)
             self._flying.append((transfer, send.chunk, rank, tracing.now(), slot))
 
     def _land(self) -> None:

@@ -23,7 +23,8 @@ def shard(whole: Tensor, layout: Layout) -> dict[int, Tensor]:
     >>> pieces[1]
     tensor([3, 4])
     """
-    parts: dict[tuple[int, ...], Tensor] = {(): whole}  # by the coordinates along the axes so far, in the order in which they cut
+    # By the coordinates along the axes so far, in the order in which they cut.
+    parts: dict[tuple[int, ...], Tensor] = {(): whole}
     for axis in layout.order:
         parts = {
             (*place, i): piece for place, part in parts.items() for i, piece in enumerate(_cut(part, layout, axis))

@@ -96,6 +96,8 @@ def parse_plan(text: str) -> Plan:
     found = re.fullmatch(r"reshard plan (\w+), chunks of (\d+) bytes", lines[0] if lines else "")
     if not found or found[1] not in STRATEGIES or len(lines) < 2:
         raise _bad(1, lines[0] if lines else "", "reshard plan optimal, chunks of 65536 bytes")
+    if not lines[1].startswith("cluster "):
+        raise _bad(2, lines[1], f"cluster {Cluster((1.0, 1.0))}")
     cluster = Cluster.parse(lines[1].removeprefix("cluster "))
     meshes: dict[str, Mesh] = {}
     tensors: list[TensorSpec] = []

@@ -52,8 +52,8 @@ def read(stream: IO[bytes], *, kind: str, column: str, max_line_bytes: int = MAX
     """The records of a binary stream. `column` names the key or column of the text; plain text has none.
 
     >>> import io
-    >>> list(read(io.BytesIO(b'{"text": "a"}\\n{"tex'), kind="jsonl", column="text"))
-    [Text(line=1, text='a', bytes_read=14), Bad(line=2, reason='no JSON: Expecting ...
+    >>> list(read(io.BytesIO(b'{"text": "a"}\\n{"id": 1}'), kind="jsonl", column="text"))
+    [Text(line=1, text='a', bytes_read=14), Bad(line=2, reason="no key 'text'; there are 'id'")]
     """
     if kind == "parquet":
         return _parquet(stream, column)
