@@ -24,10 +24,11 @@ setup: $(STAMP) ## create .venv and install everything into it
 $(STAMP): $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[bench,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
 
-bench: setup ## run every benchmark in full; ARGS="--quick" for the short form
+bench: setup ## run every benchmark in full, against every peer; ARGS="--quick" for the short form
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[bench]"
 	@for name in $$($(BIN)/weft bench --list | cut -d" " -f1); do $(BIN)/weft bench $$name $(ARGS) || exit 1; done
 
 lint: setup ## check style and types

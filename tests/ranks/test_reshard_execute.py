@@ -263,5 +263,5 @@ def test_a_killed_rank_ends_the_others(victim: int) -> None:
 
 @pytest.mark.parametrize("victim", [1, 3])
 def test_a_stopped_rank_ends_the_others(victim: int) -> None:
-    results = run_ranks(fail_in_the_middle, 4, victim, "stop", 3.0)
+    results = run_ranks(fail_in_the_middle, 4, victim, "stop", 5.0)
     check_failure(results, victim)

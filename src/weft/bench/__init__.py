@@ -1,16 +1,17 @@
-"""Benchmarks: one module for each claim. Each has `NAME`, `HELP` and `run(options) -> Report`.
+"""Benchmarks: one module for each claim. Each has `NAME`, `HELP`, `run(options) -> Report` and `demo()`.
 
 A benchmark of another promise is one module here and one line in `BENCHMARKS`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from weft.bench.harness import Options
-    from weft.report import Report
+    from weft.report import Headline, Report
 
 # Paths, not modules: they import torch, and the command line must start without it.
 BENCHMARKS = {
@@ -30,14 +31,17 @@ class Benchmark(Protocol):
     def run(self, options: Options) -> Report:
         """Measures, and returns the rows and the summary."""
 
+    def demo(self) -> Sequence[Headline]:
+        """The lines of `weft demo`: a row or two, within half a minute."""
+
 
 def load(name: str) -> Benchmark:
     """The benchmark of that name.
 
-    >>> load("gem")
+    >>> load("gem")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ValueError: got the benchmark 'gem'; expected one of: gemm, overlap, reshard, packed; `weft bench --list` says what each measures
+    ValueError: got the benchmark 'gem'; expected one of: gemm, overlap, ...
     """
     if name not in BENCHMARKS:
         raise ValueError(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from weft.bench.harness import Options, track
-from weft.bench.reshard_cases import CASES, QUICK_CASES, ReshardCase, llama_state
+from weft.bench.reshard_cases import CASES, QUICK_CASES, REPLICATE, ReshardCase, llama_state
 from weft.bench.reshard_lab import Outcome, StateOutcome, measure_case, measure_state
 from weft.lab import Cluster
 from weft.layout import Layout, Mesh
@@ -58,8 +58,16 @@ def run(options: Options) -> Report:
             "prediction off: the largest of the strategies' |predicted / measured - 1|",
             "checkpoint: its files stay in this machine's memory and cross no card",
         ],
-        headlines=_headlines(cases, outcomes, state),
     )
+
+
+def demo() -> list[Headline]:
+    """The line of `weft demo`: one tensor to every device of another mesh."""
+    case = REPLICATE[-3]
+    outcome = _case(case, rounds=3)
+    today, ours = outcome.measured.median("send_recv"), outcome.measured.median("optimal")
+    what = f"reshard {case.name}, against send/recv"
+    return [Headline(what, today, ours, outcome.bound, "s", today / ours, outcome.measured.disturbed)]
 
 
 def _case(case: ReshardCase, *, rounds: int) -> Outcome:
@@ -135,25 +143,3 @@ def _plan_seconds() -> float:
     start = time.perf_counter()
     plan_reshard((8192, 8192), torch.bfloat16, src=Layout.parse(src, "S01R"), dst=Layout.parse(dst, "RS01"))
     return time.perf_counter() - start
-
-
-def _headlines(cases: Sequence[ReshardCase], outcomes: Sequence[Outcome], state: StateOutcome) -> list[Headline]:
-    case, best = max(zip(cases, outcomes, strict=True), key=lambda pair: pair[1].measured.ratio("send_recv", "optimal"))
-    return [
-        Headline(
-            f"reshard {case.name}, send/recv",
-            best.measured.median("send_recv"),
-            best.measured.median("optimal"),
-            best.bound,
-            "s",
-            best.measured.ratio("send_recv", "optimal"),
-        ),
-        Headline(
-            "weights from trainer to inference mesh, full tensors",
-            state.measured.median("full_broadcast"),
-            state.measured.median("weft"),
-            state.bound,
-            "s",
-            state.measured.ratio("full_broadcast", "weft"),
-        ),
-    ]

@@ -1,15 +1,13 @@
 """`weft demo`: one table of what weft gains on this machine.
 
-A capability adds its line by a `Headline` in the report of its benchmark, and the benchmark to `PROVIDERS`.
-What is no benchmark is a function of its own there.
+A capability adds its lines by the function `demo` of its benchmark: a row or two, within half a minute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from weft.bench import load
-from weft.bench.harness import Options
+from weft.bench import BENCHMARKS, load
 from weft.errors import LabUnavailable
 from weft.report.result import Headline
 from weft.report.table import Column, Table
@@ -27,14 +25,14 @@ NOTE = "ratio: how many times better than today; where nothing is there today, h
 
 
 def collect(*, announce: Callable[[str], None]) -> Table:
-    """Asks every provider, and tells `announce` which one is at work; without a lab, a note says why."""
+    """Asks every provider, and tells `announce` which one is at work; a note says what could not be run, and why."""
     headlines: list[Headline] = []
     notes: list[str] = []
     for name, provide in PROVIDERS.items():
         announce(name)
         try:
             headlines += provide()
-        except LabUnavailable as error:
+        except (LabUnavailable, ImportError) as error:
             notes.append(f"{name}: {error}")
     return table(headlines, notes=notes)
 
@@ -56,7 +54,9 @@ def table(headlines: Iterable[Headline], *, notes: Sequence[str] = ()) -> Table:
 
 
 def _figure(value: float | None, unit: str) -> str | None:
-    return None if value is None else f"{value:.3g} {unit}"
+    if value is None:
+        return None
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
 
 
 def link_rates() -> list[Headline]:
@@ -70,8 +70,8 @@ def link_rates() -> list[Headline]:
 
 
 def benchmark(name: str) -> Provider:
-    """The headlines of a benchmark, run quickly."""
-    return lambda: load(name).run(Options(quick=True)).headlines
+    """The lines of a benchmark."""
+    return lambda: load(name).demo()
 
 
-PROVIDERS: dict[str, Provider] = {"lab links": link_rates, "gemm": benchmark("gemm")}
+PROVIDERS: dict[str, Provider] = {"lab links": link_rates, **{name: benchmark(name) for name in BENCHMARKS}}

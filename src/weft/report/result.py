@@ -43,7 +43,6 @@ class Report:
     columns: Sequence[Column]
     title: str = ""
     notes: Sequence[str] = ()
-    headlines: Sequence[Headline] = ()
 
     def tables(self) -> list[Table]:
         """The rows, and under them the summary."""

@@ -59,16 +59,13 @@ class Lane:
         return streams.kinds[streams.kind[self.plan.chunk_rows[chunk][0]]]
 
     def patience(self, steps: int) -> float:
-        """The deadline of a wait, longer by a little for each step between it and where a failure is felt first.
+        """How long to wait for a message, longer by a little for each step from where a failure is felt first.
 
         A rank that stops holds up all before and behind it. The next one to it should give up first, because
-        its error names the right peer; the others then lose it.
+        its error names the right peer; the others then lose it. Waits for a rank of the same host last for the
+        whole `timeout`: whoever gives up tells its host.
         """
-        return self.wait.timeout + steps * min(1.0, 0.05 * self.wait.timeout)
-
-    def waiting(self, steps: int) -> Wait:
-        """A wait for a rank of this host with that patience."""
-        return Wait(self.patience(steps), self.wait.stop)
+        return self.wait.timeout * min(0.9, 0.6 + 0.1 * steps)
 
     def finish_send(self, transfer: Transfer, chunk: int, depth: int) -> None:
         """Waits until a chunk that is sent for the `depth`-th hop has left."""
@@ -278,7 +275,7 @@ class Taking:
             lane.on_bytes(int(lane.plan.units.nbytes[unit]))
         for take in lane.script.takes:
             number = take.number + lane.run * lane.script.totals[take.head, take.ring]
-            lane.rings.wait_ready(take.head, take.ring, number, lane.waiting(take.depth), partial(self._what, take))
+            lane.rings.wait_ready(take.head, take.ring, number, lane.wait, partial(self._what, take))
             start = tracing.now()
             size = lane.size(take.chunk)
             memory = lane.rings.slot(take.head, take.ring, number, size)
@@ -309,4 +306,4 @@ def wait_slot(lane: Lane, ring: Ring, number: int, counts: list[dict[int, int]],
         number, run = number + len(counts), run - 1
     for taker, count in counts[number].items():
         what = partial("rank {} to copy chunk {} of those {} on this rank".format, taker, number, ring.name.lower())
-        lane.rings.wait_done(ring, taker, count + run * total[taker], lane.waiting(0), what)
+        lane.rings.wait_done(ring, taker, count + run * total[taker], lane.wait, what)

@@ -59,11 +59,10 @@ class Send:
 
 @dataclass(frozen=True)
 class Take:
-    """A chunk that this rank copies from the ring of `head`, where it is after `depth` hops."""
+    """A chunk that this rank copies from the ring of `head`."""
 
     chunk: int
     head: int
-    depth: int
     ring: Ring
     number: int
 
@@ -202,8 +201,6 @@ def _depths(plan: Plan) -> Ints:
 
 
 def _takes(rank: int, head: int, receives: Iterable[Receive], sends: Iterable[Send]) -> list[Take]:
-    found = [
-        Take(r.chunk, head, r.depth, Ring.RECEIVED, r.number) for r in receives if r.number >= 0 and rank in r.takers
-    ]
-    found += [Take(s.chunk, head, 0, Ring.OWN, s.number) for s in sends if s.number >= 0 and rank in s.takers]
+    found = [Take(r.chunk, head, Ring.RECEIVED, r.number) for r in receives if r.number >= 0 and rank in r.takers]
+    found += [Take(s.chunk, head, Ring.OWN, s.number) for s in sends if s.number >= 0 and rank in s.takers]
     return found
