@@ -16,7 +16,7 @@ constexpr int64_t kBlockK = 256;               // kBlockK x kPanel floats of the
 constexpr int64_t kBlockLd = kBlockK + 8;
 constexpr int kUnroll = 4;
 constexpr int64_t kLine = 64;
-constexpr int64_t kMaxTileM = 144;
+constexpr int64_t kMaxTileM = 8 * kStrip;  // its block of x and its partial sums stay in the second-level cache
 constexpr int64_t kMaxTileN = 512;
 
 // One row of a panel. Packed bf16 alternates the columns of the two vectors, so that a shift and a mask widen them.

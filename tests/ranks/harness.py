@@ -20,7 +20,9 @@ from weft.errors import RankFailed
 # The server imports once what every test module needs and forks each rank from there: a clean process, without
 # pytest's threads, that starts fast.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "hypothesis", "pytest", "weft.comm"])
+_context.set_forkserver_preload(
+    ["torch.distributed.tensor", "torch._dynamo", "hypothesis", "pytest", "weft.comm", "weft.overlap", "weft.reshard"]
+)
 
 # What the other ranks get to report their own error after the first one.
 _LAST_WORDS_SECONDS = 5.0

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft import tracing
 from weft.comm import Group
+from weft.errors import PeerTimeout
 from weft.layout import Box, Layout
 from weft.reshard.lanes import Landing, Lane, Outgoing, Taking
 from weft.reshard.parts import Parts
@@ -119,12 +120,16 @@ class Pending:
             thread.start()
 
     def wait(self) -> None:
-        """Returns when this rank's part is done; raises what went wrong first."""
+        """Returns when this rank's part is done; raises what went wrong.
+
+        Of several errors it is the one of a thread that ran out of time: what the others lost, they lost by
+        that.
+        """
         for thread in self._threads:
             thread.join()
         self._threads = []
         if self._errors:
-            raise self._errors[0]
+            raise min(self._errors, key=lambda error: not isinstance(error, PeerTimeout))
 
     def _do(self, run: Callable[[], None]) -> None:
         try:

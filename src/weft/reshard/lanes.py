@@ -91,15 +91,15 @@ class Lane:
 
     @contextmanager
     def _named(self, chunk: int) -> Iterator[None]:
-        """Says in an error which chunk it was; it is another thread's business if that failed before."""
+        """Says in an error which chunk it was; a lost peer is another thread's business if that failed before."""
         try:
             yield
         except WeftError as error:
-            if self.wait.stop.is_set():
-                raise Stopped from None
             what = self.src.describe(chunk)
             if isinstance(error, PeerTimeout):
                 raise PeerTimeout(what + error.what, seconds=error.seconds) from error
+            if self.wait.stop.is_set():
+                raise Stopped from None
             raise PeerLost(f"{what}: {error}") from error
 
     def record(self, kind: Kind, chunk: int, peer: int, start: float) -> None:
