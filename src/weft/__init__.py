@@ -48,6 +48,7 @@ _HOME = {
     "weft.timeline": ("Timeline",),
     "weft.tracing": ("trace",),
 }
+_PACKAGES = ("comm", "kernels", "lab", "overlap", "packed", "reshard")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
@@ -77,8 +78,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "reshard":  # a package that can be called: see there
-        return importlib.import_module("weft.reshard")
+    if name in _PACKAGES:  # `reshard` is both: a package that can be called
+        return importlib.import_module(f"weft.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"weft has no {name!r}; its names are {', '.join(__all__)}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)

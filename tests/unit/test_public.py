@@ -22,6 +22,12 @@ def test_every_public_name_loads():
         weft.nonsense  # noqa: B018
 
 
+def test_packages_can_be_reached_without_importing_them():
+    code = "import weft; print(weft.overlap.tune.__name__, weft.lab.Cluster.__name__, weft.reshard.Plan.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert done.stdout.split() == ["tune", "Cluster", "Plan"]
+
+
 def test_importing_weft_does_not_import_torch():
     code = "import sys, weft, weft.cli; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
