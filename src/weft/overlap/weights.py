@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.kernels import PackedWeight, linear
-from weft.kernels.dispatch import kernels_for
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class _Entry:
 
 
 def pack(dense: Tensor) -> PackedWeight:
-    """`PackedWeight.from_dense` without torch's dispatcher, whose first call imports the compiler, for seconds."""
-    return PackedWeight(kernels_for(dense).pack(dense, "", 0), dense.shape[0], dense.shape[1], "")
+    """dense [N, K] in packed form, for ops that compute their own gradients: it watches no source."""
+    return PackedWeight.from_dense(dense.detach())
 
 
 class WeightCache:
