@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import weft.cluster
-import weft.layout
+import weft.layout.ints
+import weft.layout.mesh
+import weft.layout.value
 from weft.cluster import Cluster
 from weft.layout import Layout, Mesh, ShardSizes, format_ints, parse_ints
 from weft.reshard.reference import shard
 
 
-@pytest.mark.parametrize("module", [weft.layout, weft.cluster])
+@pytest.mark.parametrize("module", [weft.layout.ints, weft.layout.mesh, weft.layout.value, weft.cluster])
 def test_examples(module: object) -> None:
     result = doctest.testmod(module)  # type: ignore[arg-type]
     assert result.attempted > 0

@@ -17,7 +17,6 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -139,19 +138,19 @@ class Group:
         if not 0 <= tag < _TAG_LIMIT:
             raise ValueError(f"tag is {tag}, expected 0 <= tag < {_TAG_LIMIT}; higher ones are weft's own")
 
+    # Straight to the process group: dist.isend and dist.irecv check again what is checked here, and cost as much
+    # as the message itself where it is short.
     def _send(self, data: Tensor, dst: int, tag: int) -> Transfer:
-        call = partial(dist.isend, data, group=self.pg, group_dst=dst, tag=tag)
-        return self._start(call, data, f"send to rank {dst}")
+        return self._start(self.pg.send, data, dst, tag, f"send to rank {dst}")
 
     def _recv(self, data: Tensor, src: int, tag: int) -> Transfer:
-        call = partial(dist.irecv, data, group=self.pg, group_src=src, tag=tag)
-        return self._start(call, data, f"receive from rank {src}")
+        return self._start(self.pg.recv, data, src, tag, f"receive from rank {src}")
 
-    def _start(self, call: Callable[[], Work | None], data: Tensor, route: str) -> Transfer:
+    def _start(self, call: Callable[..., Work], data: Tensor, peer: int, tag: int, route: str) -> Transfer:
         if data.numel() == 0:
             return Transfer(None, route=route, timeout=self.timeout)
         try:
-            return Transfer(call(), route=route, timeout=self.timeout)
+            return Transfer(call([data], peer, tag), route=route, timeout=self.timeout)
         except RuntimeError as error:
             raise _lost(route, error) from error
 
@@ -175,6 +174,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
             f"strides of the {tuple(tensor.shape)} tensor are {tensor.stride()}, expected a contiguous one; "
             "call contiguous() first, which copies"
         )
+    if tensor.dtype == torch.uint8 and tensor.dim() == 1:
+        return tensor
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

@@ -32,6 +32,8 @@ DEFAULT_STAGING = 256 << 20
 class Executor:
     """Carries out one plan, any number of times, with the same buffers. Making one is collective.
 
+    It keeps the tensors of its last run, to find its way in them faster if they come again, until `close`.
+
     All ranks of the group make it, also those that the plan does not name. They compare the plans' digests
     here, before a byte moves.
 
@@ -58,6 +60,7 @@ class Executor:
         self.rings = Rings(group, self.slots, received=received, own=own, world=self._world)
         self._runs = 0
         self._busy: Pending | None = None
+        self._known: dict[str, Parts] = {}
 
     def start(
         self,
@@ -80,8 +83,12 @@ class Executor:
         return self._busy
 
     def _parts(self, tensors: Mapping[int, Tensor], side: str) -> Parts:
+        """Where the chunks lie in the tensors; the same as in the run before if they are the same."""
         boxes = check_locals(self.plan, self.rank, tensors, side)
-        return Parts(self.plan, {index: tensors[index].detach() for index in boxes}, boxes)
+        mine = {index: tensors[index].detach() for index in boxes}
+        if side not in self._known or not self._known[side].is_of(mine):
+            self._known[side] = Parts(self.plan, mine, boxes)
+        return self._known[side]
 
     def run(self, src: Mapping[int, Tensor], dst: Mapping[int, Tensor]) -> None:
         """`start`, and wait."""
@@ -92,7 +99,8 @@ class Executor:
         return self._world.index(rank)
 
     def close(self) -> None:
-        """Frees the staging memory. Not collective; not while a transfer is under way."""
+        """Frees the staging memory and lets go of the tensors. Not collective; not while a transfer is under way."""
+        self._known.clear()
         self.rings.close()
 
     def __enter__(self) -> Executor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -77,30 +77,30 @@ class Lane:
 
     def send(self, data: Tensor, rank: int, chunk: int) -> Transfer:
         """Starts to send a chunk to a rank of the plan."""
-        with self._named(chunk):
+        try:
             return self.group.send(data, self.executor.peer(rank), tag=chunk)
+        except WeftError as error:
+            raise self._named(error, chunk) from error
 
     def receive(self, data: Tensor, rank: int, chunk: int) -> Transfer:
         """Starts to receive a chunk from a rank of the plan."""
-        with self._named(chunk):
+        try:
             return self.group.recv(data, self.executor.peer(rank), tag=chunk)
+        except WeftError as error:
+            raise self._named(error, chunk) from error
 
     def _finish(self, transfer: Transfer, chunk: int, timeout: float) -> None:
-        with self._named(chunk):
-            transfer.wait(what="", timeout=timeout)
-
-    @contextmanager
-    def _named(self, chunk: int) -> Iterator[None]:
-        """Says in an error which chunk it was; a lost peer is another thread's business if that failed before."""
         try:
-            yield
+            transfer.wait(what="", timeout=timeout)
         except WeftError as error:
-            what = self.src.describe(chunk)
-            if isinstance(error, PeerTimeout):
-                raise PeerTimeout(what + error.what, seconds=error.seconds) from error
-            if self.wait.stop.is_set():
-                raise Stopped from None
-            raise PeerLost(f"{what}: {error}") from error
+            raise self._named(error, chunk) from error
+
+    def _named(self, error: WeftError, chunk: int) -> Exception:
+        """The error with the chunk's name; a lost peer is another thread's business if that failed before."""
+        what = self.src.describe(chunk)
+        if isinstance(error, PeerTimeout):
+            return PeerTimeout(what + error.what, seconds=error.seconds)
+        return Stopped() if self.wait.stop.is_set() else PeerLost(f"{what}: {error}")
 
     def record(self, kind: Kind, chunk: int, peer: int, start: float) -> None:
         """Adds an event to the trace, if there is one."""

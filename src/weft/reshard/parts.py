@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -51,6 +52,17 @@ class _Unit:
     low: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @cached_property
+    def flat(self) -> Tensor | None:
+        """All its elements as one row, where they lie so in memory: most chunks are then one slice of it."""
+        box = self.whole
+        return box.view(-1) if box.is_contiguous() else None
+
+    @property
+    def whole(self) -> Tensor:
+        """The unit's box in the local tensor."""
+        return _cut(self.tensor, self.low, tuple(slice(0, size) for size in self.shape))
+
 
 class Parts:
     """Finds the parts of chunks in the local tensors of one side of a plan.
@@ -66,9 +78,19 @@ class Parts:
         streams = np.arange(len(plan.streams) + 1)
         self._first = np.searchsorted(plan.units.stream, streams)  # the units of stream s: first[s] .. first[s+1]
         self._known: dict[int, tuple[list[int], list[_Unit]]] = {}
+        self._views: dict[int, list[Tensor]] = {}
+
+    def is_of(self, tensors: Mapping[int, Tensor]) -> bool:
+        """Whether these tensors lie where those lie that it was made for, which it keeps alive."""
+        return {i: _place(tensor) for i, tensor in tensors.items()} == {i: _place(t) for i, t in self._tensors.items()}
 
     def of_chunk(self, chunk: int) -> list[Tensor]:
-        """Views of the local tensors, in the order of the chunk's bytes."""
+        """Views of the local tensors, in the order of the chunk's bytes; found once."""
+        if chunk not in self._views:
+            self._views[chunk] = self._find(chunk)
+        return self._views[chunk]
+
+    def _find(self, chunk: int) -> list[Tensor]:
         stream, start, stop = self.plan.chunk_rows[chunk]
         if stream not in self._known:
             found = [self._unit(i) for i in range(self._first[stream], self._first[stream + 1])]
@@ -80,15 +102,17 @@ class Parts:
         while start < stop:
             unit = units[nth]
             end = min(stop, unit.stop)
-            for box in boxes_of_range(unit.shape, (start - unit.start) // item, (end - unit.start) // item):
-                views.append(_cut(unit.tensor, unit.low, box))
+            first, last = (start - unit.start) // item, (end - unit.start) // item
+            if unit.flat is not None:
+                views.append(unit.flat[first:last])
+            else:
+                views += (_cut(unit.tensor, unit.low, box) for box in boxes_of_range(unit.shape, first, last))
             start, nth = end, nth + 1
         return views
 
     def of_unit(self, index: int) -> Tensor:
         """The view of a whole unit."""
-        unit = self._unit(index)
-        return _cut(unit.tensor, unit.low, tuple(slice(0, size) for size in unit.shape))
+        return self._unit(index).whole
 
     def _unit(self, index: int) -> _Unit:
         units = self.plan.units
@@ -116,6 +140,10 @@ class Parts:
         return len(streams.holder_sets[streams.holders[self.plan.chunks.stream[chunk]]])
 
 
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
 def _cut(tensor: Tensor, low: Sequence[int], box: Index) -> Tensor:
     """The box of a tensor, `low` being where its origin lies; dims that it spans are left alone."""
     for dim, (first, part) in enumerate(zip(low, box, strict=True)):
@@ -131,7 +159,7 @@ def as_flat(views: Sequence[Tensor], wire: torch.dtype) -> Tensor | None:
         return None
     (view,) = views
     ready = view.dtype == wire and view.device.type == "cpu" and view.is_contiguous()
-    return view.detach().view(-1) if ready else None
+    return view.view(-1) if ready else None
 
 
 def pack(views: Sequence[Tensor], wire: torch.dtype, memory: Tensor) -> None:
@@ -153,8 +181,10 @@ def _each(views: Sequence[Tensor], wire: torch.dtype, memory: Tensor, act: Calla
     flat = memory.view(wire)
     at = 0
     for view in views:
-        act(flat[at : at + view.numel()].view(view.shape), view.detach())
-        at += view.numel()
+        size = view.numel()
+        part = flat if size == flat.numel() else flat[at : at + size]
+        act(part if view.dim() == 1 else part.view(view.shape), view)
+        at += size
 
 
 _REDUCE: dict[str, Callable[[Tensor, Tensor], object]] = {

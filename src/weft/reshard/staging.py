@@ -73,6 +73,7 @@ class Rings:
         self._window: Window | None = None
         self._places: dict[int, int] = {}
         self._counters: dict[int, Counters] = {}
+        self._memory: dict[tuple[int, Ring, int], Tensor] = {}  # slots, by the rank that fills them
         if not (received or own):
             return
         neighbours = max(group.hosts.count(host) for host in set(group.hosts))
@@ -90,10 +91,13 @@ class Rings:
 
     def slot(self, head: int, ring: Ring, number: int, nbytes: int) -> Tensor:
         """The memory of a published chunk: uint8 [nbytes]."""
-        assert self._window is not None
-        before = self._count[Ring.RECEIVED] if ring is Ring.OWN else 0
-        place = before + number % self._count[ring]
-        return self._window.view(self._group_rank[head], (nbytes,), torch.uint8, offset=place * self._slots.size)
+        key = (head, ring, number % self._count[ring])
+        if key not in self._memory:
+            assert self._window is not None
+            place = key[2] + (self._count[Ring.RECEIVED] if ring is Ring.OWN else 0)
+            size = self._slots.size
+            self._memory[key] = self._window.view(self._group_rank[head], (size,), torch.uint8, offset=place * size)
+        return self._memory[key][:nbytes]
 
     def slots_of(self, ring: Ring) -> int:
         """How many chunks of a ring are there at once."""
@@ -124,7 +128,7 @@ class Rings:
 
     def close(self) -> None:
         """Lets go of the window."""
-        self._counters = {}
+        self._counters, self._memory = {}, {}
         if self._window is not None:
             self._window.close()
 

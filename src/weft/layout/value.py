@@ -1,28 +1,17 @@
-"""Which rank holds which box of a tensor: `Mesh` and `Layout`, frozen values that never communicate.
-
-A mesh is an array of ranks; each rank is on a host. A layout says for each *axis* of the mesh what it does to
-a tensor, with torch's own placements: `Shard(dim)` cuts a *dim* by the rule of `torch.chunk`, `ShardSizes`
-cuts it into the sizes that are given, `Replicate()` copies, `Partial()` leaves terms that are still to be
-summed. Several axes may cut one dim, one after the other.
-
-The papers write a layout by dims instead: `S0RR` is dim 0 cut along axis 0; `RS01R` is dim 1 cut along axis 0,
-and each part along axis 1. We add `P1` at the end for terms along axis 1: `S0RP1`.
-"""
+"""`Layout`: what each axis of a mesh does to a tensor, and so which rank holds which box."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-Ints = NDArray[np.int64]
+from weft.layout.ints import Ints
+from weft.layout.mesh import Mesh
+
 Box = tuple[tuple[int, int], ...]
 """Where a block lies in a tensor: (first, past the last) of each dim; `()` is the box of a scalar."""
 
@@ -42,85 +31,6 @@ class ShardSizes:
         object.__setattr__(self, "sizes", tuple(int(size) for size in self.sizes))
         if any(size < 0 for size in self.sizes):
             raise ValueError(f"sizes of ShardSizes are {self.sizes}, expected each 0 or more")
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Ranks in an array, with the host of each and a name for each axis.
-
-    ranks, hosts: one for each place of the array, row by row
-
-    >>> Mesh.of([[4, 5], [6, 7]], hosts=[[0, 0], [1, 1]], axes=("dp", "tp"))
-    Mesh('2x2 ranks 4-7 hosts 0*2,1*2 axes dp,tp')
-    """
-
-    ranks: tuple[int, ...]
-    shape: tuple[int, ...]
-    hosts: tuple[int, ...]
-    axes: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        size = math.prod(self.shape)
-        if len(self.ranks) != size or len(self.hosts) != size or len(self.axes) != len(self.shape):
-            raise ValueError(
-                f"a mesh of shape {self.shape} has {len(self.ranks)} ranks, {len(self.hosts)} hosts and "
-                f"{len(self.axes)} axis names, expected {size}, {size} and {len(self.shape)}"
-            )
-        if len(set(self.ranks)) != size or min(self.ranks, default=0) < 0 or size == 0:
-            raise ValueError(f"ranks of the mesh are {self.ranks}, expected one or more, each 0 or more, each once")
-
-    @classmethod
-    def of(cls, ranks: Any, *, hosts: Any, axes: Sequence[str] = ()) -> Mesh:
-        """A mesh from nested lists or arrays of equal shape; axes are called a0, a1, ... unless named."""
-        array, places = np.asarray(ranks), np.asarray(hosts)
-        if array.shape != places.shape:
-            raise ValueError(
-                f"ranks have shape {array.shape} and hosts {places.shape}, expected equal shapes; "
-                "give the host of each rank in the same nesting"
-            )
-        names = tuple(axes) or tuple(f"a{i}" for i in range(array.ndim))
-        return cls(_flat(array), tuple(array.shape), _flat(places), names)
-
-    @classmethod
-    def grid(cls, hosts: int, devices: int, *, first_rank: int = 0, first_host: int = 0) -> Mesh:
-        """`hosts` x `devices` ranks in a row; axis 0 counts the hosts.
-
-        >>> Mesh.grid(2, 2, first_rank=8, first_host=3)
-        Mesh('2x2 ranks 8-11 hosts 3*2,4*2 axes host,device')
-        """
-        ranks = np.arange(hosts * devices).reshape(hosts, devices)
-        return cls.of(ranks + first_rank, hosts=ranks // devices + first_host, axes=("host", "device"))
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.ranks)
-
-    @cached_property
-    def array(self) -> Ints:
-        """The ranks as an int64 array of the mesh's shape."""
-        return np.array(self.ranks, dtype=np.int64).reshape(self.shape)
-
-    def host_of(self, rank: int) -> int:
-        """The host of a rank of this mesh."""
-        return self.hosts[self.ranks.index(rank)]
-
-    def __str__(self) -> str:
-        shape = "x".join(map(str, self.shape)) or "scalar"
-        return f"{shape} ranks {format_ints(self.ranks)} hosts {format_ints(self.hosts)} axes {','.join(self.axes)}"
-
-    def __repr__(self) -> str:
-        return f"Mesh({str(self)!r})"
-
-    @classmethod
-    def parse(cls, text: str) -> Mesh:
-        """The mesh that prints as `text`."""
-        found = re.fullmatch(r"(\S+) ranks (\S+) hosts (\S+) axes (\S*)", text)
-        if not found:
-            raise ValueError(f"got the mesh {text!r}, expected one such as '2x2 ranks 0-3 hosts 0*2,1*2 axes a,b'")
-        shape, ranks, hosts, axes = found.groups()
-        sizes = () if shape == "scalar" else tuple(int(size) for size in shape.split("x"))
-        return cls(parse_ints(ranks), sizes, parse_ints(hosts), tuple(axes.split(",")) if axes else ())
 
 
 @dataclass(frozen=True)
@@ -264,15 +174,9 @@ class Layout:
         >>> Layout(Mesh.grid(2, 4), [Shard(1), Shard(1)], order=(1, 0)).notation(3)
         'RS10R'
         """
-        text = ""
-        for axes in self.dim_axes(ndim):
-            cuts = "".join(f"{axis}{_sizes_text(self.placements[axis])}" for axis in axes)
-            text += f"S{cuts}" if axes else "R"
-        for axis in self.partial_axes:
-            placement = self.placements[axis]
-            assert isinstance(placement, Partial)
-            text += f"P{axis}" + ("" if placement.reduce_op == "sum" else f"{{{placement.reduce_op}}}")
-        return text
+        from weft.layout.notation import format_layout
+
+        return format_layout(self, ndim)
 
     @classmethod
     def parse(cls, mesh: Mesh, notation: str) -> Layout:
@@ -281,79 +185,10 @@ class Layout:
         >>> Layout.parse(Mesh.grid(2, 4), "RS01R").placements
         (Shard(dim=1), Shard(dim=1))
         """
-        placements: list[Placement | ShardSizes] = [Replicate() for _ in mesh.shape]
-        order: list[int] = []
-        dim = 0
-        tokens = re.findall(r"R|S(?:\d(?:\{[\d,]*\})?)+|P\d(?:\{\w+\})?", notation)
-        if "".join(tokens) != notation:
-            raise _bad_notation(notation, "S and R with axes, such as S0RR or RS01R, and P1 for terms")
-        for token in tokens:
-            for axis, inner in ((int(a), b) for a, b in re.findall(r"(\d)(?:\{([^}]*)\})?", token)):
-                if axis >= len(mesh.shape) or axis in order:
-                    raise _bad_notation(notation, f"each of the {len(mesh.shape)} mesh axes at most once")
-                order.append(axis)
-                placements[axis] = _placement(token[0], dim, inner)
-            dim += token[0] != "P"
-        order += [axis for axis in range(len(mesh.shape)) if axis not in order]
-        return cls(mesh, tuple(placements), tuple(order))
+        from weft.layout.notation import parse_layout
 
-
-def _placement(letter: str, dim: int, inner: str) -> Placement | ShardSizes:
-    if letter == "P":
-        return Partial(inner or "sum")
-    return ShardSizes(dim, tuple(int(size) for size in inner.split(","))) if inner else Shard(dim)
-
-
-def _bad_notation(notation: str, expected: str) -> ValueError:
-    return ValueError(f"got the layout {notation!r}, expected {expected}")
+        return parse_layout(mesh, notation)
 
 
 def _dim(placement: Placement | ShardSizes) -> int | None:
     return int(placement.dim) if isinstance(placement, Shard | ShardSizes) else None
-
-
-def _sizes_text(placement: Placement | ShardSizes) -> str:
-    return "{" + ",".join(map(str, placement.sizes)) + "}" if isinstance(placement, ShardSizes) else ""
-
-
-def _flat(array: NDArray[Any]) -> tuple[int, ...]:
-    return tuple(int(x) for x in array.reshape(-1))
-
-
-def format_ints(values: Iterable[int]) -> str:
-    """Whole numbers, with runs and repeats written short; `parse_ints` reads it.
-
-    >>> format_ints([0, 1, 2, 3, 7, 7, 7, 5])
-    '0-3,7*3,5'
-    """
-    runs: list[list[int]] = []  # first value, step (0 or 1), count
-    for value in values:
-        run = runs[-1] if runs else None
-        if run and run[2] == 1 and value - run[0] in (0, 1):
-            run[1:] = [value - run[0], 2]
-        elif run and run[2] > 1 and value == run[0] + run[1] * run[2]:
-            run[2] += 1
-        else:
-            runs.append([value, 1, 1])
-    return ",".join(_run_text(*run) for run in runs)
-
-
-def _run_text(first: int, step: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}-{first + count - 1}" if step else f"{first}*{count}"
-
-
-def parse_ints(text: str) -> tuple[int, ...]:
-    """The numbers that `format_ints` wrote.
-
-    >>> parse_ints("0-3,7*3,5")
-    (0, 1, 2, 3, 7, 7, 7, 5)
-    """
-    values: list[int] = []
-    for part in text.split(",") if text else []:
-        if "*" in part:
-            value, count = part.split("*")
-            values += [int(value)] * int(count)
-        else:
-            first, _, last = part.partition("-")
-            values += range(int(first), int(last or first) + 1)
-    return tuple(values)
