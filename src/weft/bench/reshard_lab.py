@@ -5,8 +5,6 @@ Every result is compared with the source after every run, and spoilt before the 
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.bench import noise
-from weft.bench.harness import Case, Measurement, measure
+from weft.bench.harness import Case, Measurement
+from weft.bench.ranks import measure_ranks, slowest
 from weft.bench.reshard_peers import dcp_files, full_broadcast
 from weft.cluster import Cluster
 from weft.comm import Group
@@ -47,13 +45,6 @@ class StateOutcome:
     predicted: float
     staging: int
     staging_limit: int
-
-
-class _Still:
-    """A meter that reads nothing: one rank meters for all."""
-
-    def sample(self) -> noise.Sample:
-        return noise.Sample(time.perf_counter(), 0.0, 0.0)
 
 
 @dataclass
@@ -91,9 +82,7 @@ class _Shards:
     def agree(self, value: float) -> float:
         """The largest value of all ranks; the harness calls it before and after every turn."""
         self.check()
-        largest = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return float(largest)
+        return slowest(value)
 
     def timed(self, system: Callable[[], object]) -> Callable[[], object]:
         def run() -> None:
@@ -125,21 +114,10 @@ def measure_case(
         for name, plan in plans.items():
             executor = stack.enter_context(Executor(plan, group))
             systems[name] = shards.timed(partial(executor.run, shards.src, shards.dst))
-        measured = _measure(Case("", systems), rank, shards, rounds)
+        measured = measure_ranks(Case("", systems), rank, rounds, agree=shards.agree)
     if rank.rank:
         return None
     return Outcome(measured, plans[strategies[0]].lower_bound, {n: plan.seconds for n, plan in plans.items()})
-
-
-def _measure(case: Case, rank: Rank, shards: _Shards, rounds: int) -> Measurement:
-    # The ranks are children of the lab's process: its descendants are our own, not noise.
-    meter = noise.Meter(root=os.getppid()) if rank.rank == 0 else _Still()
-    found = measure(case, rounds=rounds, meter=meter, agree=shards.agree, max_retries=rounds // 2)
-    return Measurement(Case("", dict.fromkeys(case.systems, _nothing)), found.rounds, found.disturbed)
-
-
-def _nothing() -> None:
-    """Stands for a system where only its name is wanted: a result must be sent between processes."""
 
 
 def measure_state(
@@ -156,7 +134,7 @@ def measure_state(
             "full_broadcast": shards.timed(full_broadcast(specs, rank, shards.src, shards.dst)),
             "dcp_files": shards.timed(dcp_files(specs, rank, shards.src, shards.dst, Path(folder))),
         }
-        measured = _measure(Case("", systems), rank, shards, rounds)
+        measured = measure_ranks(Case("", systems), rank, rounds, agree=shards.agree)
     largest = shards.agree(float(staging))
     return None if rank.rank else StateOutcome(measured, plan.lower_bound, plan.seconds, int(largest), limit)
 

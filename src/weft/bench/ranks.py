@@ -1,0 +1,40 @@
+"""`measure` on the ranks of a lab: all make the same calls, the slowest counts, and the result can travel."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from weft.bench import noise
+from weft.bench.harness import Agree, Case, Measurement, measure
+from weft.lab import Rank
+
+
+class _Still:
+    """A meter that reads nothing: one rank meters for all."""
+
+    def sample(self) -> noise.Sample:
+        return noise.Sample(time.perf_counter(), 0.0, 0.0)
+
+
+def slowest(value: float) -> float:
+    """The largest value of all ranks."""
+    largest = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def measure_ranks(case: Case, rank: Rank, rounds: int, *, agree: Agree = slowest) -> Measurement:
+    """`measure` on every rank of a lab, with half as many retries as rounds; systems come back as names only."""
+    # The ranks are children of the lab's process: its descendants are our own, not noise.
+    meter = noise.Meter(root=os.getppid()) if rank.rank == 0 else _Still()
+    found = measure(case, rounds=rounds, meter=meter, agree=agree, max_retries=rounds // 2)
+    return replace(found, case=replace(case, systems=dict.fromkeys(case.systems, _nothing)))
+
+
+def _nothing() -> None:
+    """Stands for a system whose function has stayed on its rank."""
