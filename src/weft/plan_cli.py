@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft import plan_pipeline_cli
+
 if TYPE_CHECKING:
     from weft.layout import Layout
     from weft.reshard import Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plans: printed, compared with their bound, and drawn.")
+
+
+app.command("pipeline")(plan_pipeline_cli.pipeline)
 
 
 @app.callback()

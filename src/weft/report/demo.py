@@ -1,15 +1,17 @@
-"""`weft demo`: one table of what weft gains on this machine.
+"""`weft demo`: one table of what weft gains on this machine, and a page with timelines, predicted above measured.
 
-A capability adds its lines by the function `demo` of its benchmark: a row or two, within half a minute.
+A capability adds its lines by the function `demo` of its benchmark: a row or two, within half a minute. A line may
+carry figures, which only the page shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from weft.bench import BENCHMARKS, load
 from weft.errors import LabUnavailable
-from weft.report.result import Headline
+from weft.report.result import Headline, report_page
 from weft.report.table import Column, Table
 
 Provider = Callable[[], Sequence[Headline]]
@@ -24,7 +26,24 @@ COLUMNS = (
 NOTE = "ratio: how many times better than today; where nothing is there today, how much of the bound is reached"
 
 
-def collect(*, announce: Callable[[str], None]) -> Table:
+@dataclass(frozen=True)
+class Demo:
+    """The lines of all benchmarks, and notes on what could not be run."""
+
+    headlines: Sequence[Headline]
+    notes: Sequence[str] = ()
+
+    def table(self) -> Table:
+        """What the terminal shows."""
+        return table(self.headlines, notes=self.notes)
+
+    def html(self, *, machine: Mapping[str, object]) -> str:
+        """The same as a page that stands alone, with every figure."""
+        figures = [figure for headline in self.headlines for figure in headline.figures]
+        return report_page("weft demo", [self.table()], figures, machine=machine)
+
+
+def collect(*, announce: Callable[[str], None]) -> Demo:
     """Asks every provider, and tells `announce` which one is at work; a note says what could not be run, and why."""
     headlines: list[Headline] = []
     notes: list[str] = []
@@ -34,7 +53,7 @@ def collect(*, announce: Callable[[str], None]) -> Table:
             headlines += provide()
         except (LabUnavailable, ImportError) as error:
             notes.append(f"{name}: {error}")
-    return table(headlines, notes=notes)
+    return Demo(headlines, notes)
 
 
 def table(headlines: Iterable[Headline], *, notes: Sequence[str] = ()) -> Table:

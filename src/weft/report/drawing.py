@@ -19,6 +19,7 @@ from weft.timeline.text import format_bytes, format_seconds, tick_step, time_uni
 
 WIDTH = 1040
 ROW, GAP, HEADING, AXIS, LEGEND = 16, 6, 26, 24, 24
+SHORTEST = 1e-12  # seconds; no clock tells less apart, and dividing by less may overflow
 NARROWEST = 0.8  # pixels; a shorter event would vanish
 
 # The colours are told apart by people who confuse red and green, and by lightness in print.
@@ -53,6 +54,8 @@ document.addEventListener("mousemove", m => {
 def timeline_svg(timelines: Sequence[Timeline]) -> str:
     """The timelines one above the other, as one SVG element that stands alone."""
     span = max((t.seconds for t in timelines), default=0.0)
+    if span < SHORTEST:
+        span = 0.0
     longest = max((len(lane) for t in timelines for lane in t.lanes), default=0)
     margin = min(20 + 6.6 * longest, 0.3 * WIDTH)
     scale = (WIDTH - margin - 12) / span if span else 0.0

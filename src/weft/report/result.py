@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from weft.report.drawing import SCRIPT
+from weft.report.figure import Figure
 from weft.report.page import page
 from weft.report.table import Column, Row, Table
 
@@ -15,7 +17,7 @@ class Headline:
     """One line of `weft demo`: what people have today, what weft gives, and the bound, in one unit.
 
     `ratio` is how many times better weft is than today, or, without anything today, the reached share of
-    the bound.
+    the bound. `figures` are for the page that `weft demo --html` writes.
     """
 
     what: str
@@ -25,11 +27,12 @@ class Headline:
     unit: str
     ratio: float | None
     disturbed: int = 0
+    figures: Sequence[Figure] = ()
 
 
 @dataclass(frozen=True)
 class Report:
-    """The rows and the summary of one benchmark, the columns to show, and its lines for `weft demo`.
+    """The rows and the summary of one benchmark, the columns to show, and timelines for its page.
 
     >>> columns = [Column("case", "case"), Column("ratio", "torch / weft", form=".2f", bar=True)]
     >>> report = Report("gemm", rows=[{"case": "1x1", "ratio": 1.5}], summary={"ratio": 1.5}, columns=columns)
@@ -43,6 +46,7 @@ class Report:
     columns: Sequence[Column]
     title: str = ""
     notes: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
 
     def tables(self) -> list[Table]:
         """The rows, and under them the summary."""
@@ -67,10 +71,14 @@ class Report:
         return json.dumps(self.document(machine=machine), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
     def html(self, *, machine: Mapping[str, object]) -> str:
-        """A page that stands alone."""
-        about = ", ".join(f"{key} {value}" for key, value in machine.items())
-        return page(
-            f"weft bench {self.benchmark}",
-            [table.html() for table in self.tables()],
-            footer=f"Measured on: {about}.",
-        )
+        """A page that stands alone: the tables, and under them the figures."""
+        return report_page(f"weft bench {self.benchmark}", self.tables(), self.figures, machine=machine)
+
+
+def report_page(
+    title: str, tables: Sequence[Table], figures: Sequence[Figure], *, machine: Mapping[str, object]
+) -> str:
+    """Tables and figures as one page that opens from disk, without a network."""
+    about = ", ".join(f"{key} {value}" for key, value in machine.items())
+    body = [*(table.html() for table in tables), *(figure.html() for figure in figures)]
+    return page(title, body, footer=f"Measured on: {about}.", script=SCRIPT if figures else "")

@@ -1,0 +1,350 @@
+"""`weft.Pipeline`: stages on meshes, trained by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from weft import tracing
+from weft.cluster import Cluster
+from weft.errors import WeftError
+from weft.layout import Mesh
+from weft.pipeline.costs import Costs, Transfers
+from weft.pipeline.exchange import Exchange, Payload
+from weft.pipeline.graph import Edge, StageGraph, chain
+from weft.pipeline.links import Links, Options
+from weft.pipeline.lower import lower
+from weft.pipeline.lowered import Lowered
+from weft.pipeline.microbatch import as_arguments, split_batch, split_keywords
+from weft.pipeline.placing import Placing, StageLayouts, as_mesh
+from weft.pipeline.routes import Routes, join
+from weft.pipeline.runtime import Gone, Runner, Step, describe
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.stage import Given, LossFn, Stage, seed_of
+from weft.pipeline.wires import Wires
+from weft.reshard.staging import Stopped
+
+DEFAULT_TIMEOUT = 300.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `eval_step` returns on the ranks of the last stage; empty on others.
+
+    losses:  [micro-batches], if targets were given
+    outputs: of the last stage, one for each micro-batch
+    """
+
+    losses: Tensor
+    outputs: list[Any]
+
+
+class Pipeline:
+    """Stages on meshes, run by a schedule. Making one is collective over `group`, the default group unless told.
+
+        schedule = weft.schedule("eager-1f1b", stages=2, microbatches=8)
+        pipe = weft.Pipeline({rank: stage}, meshes=[0, 1], schedule=schedule, loss_fn=F.cross_entropy)
+        losses = pipe.step(ids, targets)          # on all ranks; gradients are in stage.parameters()
+        optimizer.step()
+
+    stages:     this rank's modules by stage, or a list of all with None (or anything) for those of other ranks
+    meshes:     for each stage a Mesh, a DeviceMesh, a rank, or a (nested) list of ranks. Stages that the schedule has
+                on one rank have the same mesh, others have ranks of their own
+    edges:      a StageGraph or a list of edges; a chain unless told. A stage with one incoming tensor is called with
+                it, one with several gets them as keywords; it returns a tensor, or a dict where several leave it
+    input_layouts, output_layouts: stage -> placements, or stage -> {tensor: placements}: how tensors lie on the
+                stage's mesh where they enter and leave it. Replicated unless told
+    loss_fn:    (output of the last stage, targets) -> a tensor of one element
+    timeout:    seconds that a stage waits for a tensor which it needs, before all ranks give up
+    seed:       random numbers of every forward pass come from (seed, step, stage, micro-batch), so that they do not
+                depend on the schedule; None leaves the generators alone
+    checkpoint: stages that keep only their inputs, and run forward again before the backward pass
+    transfers:  "overlapped", or "synchronous" to wait for each transfer as send and recv do
+    strategy, cluster, chunk_bytes: how edges are resharded; see `weft.plan_reshard`
+    payload:    "tensors"; or "signals": a few bytes in place of each tensor, to measure what a network that costs
+                nothing would give. The results are then of no use
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module] | Sequence[nn.Module | None],
+        meshes: Sequence[Any],
+        schedule: Schedule,
+        *,
+        edges: StageGraph | Sequence[Edge] | None = None,
+        input_layouts: StageLayouts | None = None,
+        output_layouts: StageLayouts | None = None,
+        loss_fn: LossFn | None = None,
+        group: ProcessGroup | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        seed: int | None = None,
+        checkpoint: bool | Sequence[int] = False,
+        transfers: Transfers | str = Transfers.OVERLAPPED,
+        strategy: str = "optimal",
+        cluster: Cluster | None = None,
+        chunk_bytes: int | None = None,
+        payload: Payload | str = Payload.TENSORS,
+        costs: Costs | None = None,
+    ) -> None:
+        """`costs` decide who sends a skip tensor, where several could; equal stages unless told."""
+        self.schedule, self.timeout, self.seed = schedule, timeout, seed
+        self._broken: str | None = None
+        wires = Wires(dist.group.WORLD if group is None else group, timeout=timeout)  # type: ignore[arg-type]
+        problem: ValueError | None = None
+        text = ""
+        try:
+            self.transfers, how = _member(Transfers, transfers, "transfers"), _member(Payload, payload, "payload")
+            self.graph = _graph(edges, schedule.stages)
+            self.placing = _placing(self.graph, schedule, meshes, wires, input_layouts, output_layouts)
+            self.lowered = lower(schedule, self.graph, costs=costs, transfers=self.transfers)
+            self._forward = lower(schedule.forward_only(), self.graph, costs=costs, transfers=self.transfers)
+            self.stages = self._stages(stages, wires, loss_fn, checkpoint)
+            text = f"{self.placing}\n{self.lowered}\n{self.transfers} {how} {strategy} {cluster} {chunk_bytes} {seed}"
+        except ValueError as error:
+            problem = error
+        try:
+            wires.notes.agree("pipeline", text if problem is None else f"refused: {problem}")
+        except WeftError:
+            wires.close(together=False)
+            if problem is None:
+                raise
+        if problem is not None:
+            raise problem
+        self._routes, self._forward_routes = join(self.lowered, self._forward)
+        options = Options(strategy, cluster, chunk_bytes, how)
+        self._links = Links(wires, self.placing, self._routes, options)
+        self.steps = 0
+
+    def step(self, batch: Any = None, targets: Any = None, *, loss_scale: float = 1.0, **keywords: Any) -> Tensor:
+        """One training step without the optimiser's: gradients are added to the `grad` of this rank's parameters.
+
+        batch:      for stages without incoming edges, on their ranks: a tensor, or a tuple of them, cut along dim 0
+                    into the schedule's micro-batches; or a list with one (tuple) for each, of any shapes
+        targets:    for the loss, on the ranks of the last stage: likewise
+        loss_scale: gradients are those of loss_scale times the mean of the micro-batches' losses; 1/n for
+                    gradients that are accumulated over n steps
+        keywords:   for all stages of this rank: likewise
+
+        Returns the losses [micro-batches] on the ranks of the last stage, an empty tensor elsewhere.
+        """
+        if not self.schedule.has_backward:
+            raise ValueError(f"schedule {self.schedule.name} has no backward; expected one with, or use eval_step")
+        step = self._run(self.lowered, self._routes, batch, targets, keywords, loss_scale, training=True)
+        return _in_order(step.losses)
+
+    def eval_step(self, batch: Any = None, targets: Any = None, **keywords: Any) -> Evaluation:
+        """Forward passes only, in the same order and without gradients; modules are in `eval` mode meanwhile."""
+        modes = {module: module.training for stage in self.stages.values() for module in stage.module.modules()}
+        for stage in self.stages.values():
+            stage.module.eval()
+        try:
+            step = self._run(self._forward, self._forward_routes, batch, targets, keywords, 1.0, training=False)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return Evaluation(_in_order(step.losses), [step.results[i] for i in sorted(step.results)])
+
+    @property
+    def peak_activations(self) -> dict[int, int]:
+        """For each stage of this rank, of how many micro-batches it kept activations at once in the last step."""
+        return {index: stage.peak for index, stage in self.stages.items()}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory for received tensors, used or free."""
+        return self._links.context.buffers.nbytes
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank has the last stage, so that `step` returns losses."""
+        return self.schedule.stages - 1 in self.stages
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages."""
+        for stage in self.stages.values():
+            yield from stage.module.parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps have been made, from which random numbers follow; modules have state dicts of their own."""
+        return {"steps": torch.tensor(self.steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on after so many steps."""
+        self.steps = int(state["steps"])
+
+    def close(self) -> None:
+        """Ends the threads and connections, when all ranks have come here. The pipeline is of no more use then."""
+        self._broken = self._broken or "it was closed"
+        self._links.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _stages(self, given: Any, wires: Wires, loss_fn: LossFn | None, checkpoint: Any) -> dict[int, Stage]:
+        rank = wires.world[wires.rank]
+        modules = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+        self._place = self.placing.schedule_rank(rank)
+        mine = () if self._place is None else self.schedule.stages_of(self._place)
+        kept = range(self.schedule.stages) if checkpoint is True else (checkpoint or ())
+        found = {}
+        for index in mine:
+            module = modules.get(index)
+            if not isinstance(module, nn.Module):
+                raise ValueError(
+                    f"stage {index} is {module!r} on rank {rank}, expected an nn.Module, since the rank is in the mesh "
+                    f"of that stage; give {{{index}: module}}"
+                )
+            is_last = index == self.schedule.stages - 1
+            if is_last and loss_fn is None and self.schedule.has_backward:
+                raise ValueError(
+                    f"rank {rank} has the last stage and no loss_fn; expected loss_fn=(output, targets) -> loss"
+                )
+            found[index] = Stage(
+                index, module, self.graph, loss_fn=loss_fn if is_last else None, checkpoint=index in kept
+            )
+        return found
+
+    def _run(
+        self,
+        lowered: Lowered,
+        routes: Routes,
+        batch: Any,
+        targets: Any,
+        keywords: Mapping[str, Any],
+        loss_scale: float,
+        *,
+        training: bool,
+    ) -> Step:
+        if self._broken is not None:
+            raise WeftError(f"the pipeline cannot be used any more: {self._broken}; make a new one")
+        number, recorder, links = self.steps, tracing.current(), self._links
+        if self._place is None:
+            self.steps += training
+            return Step({})
+        step = Step(self._given(batch, targets, keywords, loss_scale, number, training=training))
+        for stage in self.stages.values():
+            stage.reset()
+        exchange = Exchange(links.context, routes, step=number, train=training, recorder=recorder)
+        runner = Runner(
+            lowered,
+            routes,
+            self._place,
+            self.stages,
+            exchange,
+            links.board,
+            ranks_of={stage: self.placing.ranks_of(stage) for stage in range(self.schedule.stages)},
+            timeout=self.timeout,
+            transfers=self.transfers,
+            training=training,
+            recorder=recorder,
+        )
+        try:
+            runner.run(step)
+        except BaseException as error:
+            raise self._end(error, step) from (None if isinstance(error, Gone | Stopped) else error.__cause__)
+        self.steps += training
+        return step
+
+    def _end(self, error: BaseException, step: Step) -> BaseException:
+        """Ends the step on all ranks, and returns what to raise here."""
+        links = self._links
+        where = "the end of the step" if step.at is None else describe(step.at)
+        if isinstance(error, Gone | Stopped):
+            shown = links.fail(error, f"rank {links.rank} gave up at {where}")
+        else:
+            text = f"rank {links.rank} failed at {where}: {type(error).__name__}: {error}"
+            shown = links.fail(error, text)
+            if shown is error and hasattr(error, "add_note"):
+                error.add_note(f"weft: at {where} on rank {links.rank}")
+        self._broken = f"{type(shown).__name__}: {shown}"
+        for stage in self.stages.values():
+            stage.reset()
+        return shown
+
+    def _given(
+        self, batch: Any, targets: Any, keywords: Mapping[str, Any], scale: float, number: int, *, training: bool
+    ) -> dict[tuple[int, int], Given]:
+        """What each stage of this rank is given for each micro-batch; checked before anything starts."""
+        count = self.schedule.microbatches
+        heads = [stage for stage in self.stages if not self.graph.into(stage)]
+        if heads and batch is None and not keywords:
+            raise ValueError(f"batch is None, expected one for stage {heads[0]}, which has no incoming edge")
+        if self.has_last_stage and training and targets is None:
+            raise ValueError("targets is None on a rank of the last stage, expected targets for loss_fn")
+        if isinstance(batch, tuple):
+            parts = [tuple(p) for p in zip(*(split_batch(x, count, "batch") for x in batch), strict=True)]
+        else:
+            parts = [as_arguments(part) for part in split_batch(batch if heads else None, count, "batch")]
+        goals = split_batch(targets if self.has_last_stage else None, count, "targets")
+        words = split_keywords(keywords, count)
+        return {
+            (stage, i): Given(
+                parts[i] if stage in heads else (),
+                words[i],
+                goals[i] if stage == self.schedule.stages - 1 else None,
+                scale / count,
+                None if self.seed is None else seed_of(self.seed, number, stage, i),
+            )
+            for stage in self.stages
+            for i in range(count)
+        }
+
+
+def _in_order(losses: Mapping[int, Tensor]) -> Tensor:
+    return torch.stack([losses[i].reshape(()) for i in sorted(losses)]) if losses else torch.empty(0)
+
+
+def _graph(edges: StageGraph | Sequence[Edge] | None, stages: int) -> StageGraph:
+    if edges is None:
+        return chain(stages)
+    return edges if isinstance(edges, StageGraph) else StageGraph(stages, tuple(edges))
+
+
+def _placing(
+    graph: StageGraph,
+    schedule: Schedule,
+    meshes: Sequence[Any],
+    wires: Wires,
+    input_layouts: StageLayouts | None,
+    output_layouts: StageLayouts | None,
+) -> Placing:
+    real = dict(zip(wires.world, wires.hosts, strict=True))
+    values = [as_mesh(mesh, real) for mesh in meshes]
+    placing = Placing.of(schedule, graph, values, input_layouts, output_layouts)
+    _check_hosts(values, real)
+    return placing
+
+
+def _check_hosts(meshes: Sequence[Mesh], real: Mapping[int, int]) -> None:
+    """Ranks that meshes put on one host must share one: they will share memory."""
+    seen: dict[int, int] = {}
+    for mesh in meshes:
+        for rank, host in zip(mesh.ranks, mesh.hosts, strict=True):
+            if rank not in real:
+                raise ValueError(f"a mesh has rank {rank}, expected ranks of the process group: {sorted(real)}")
+            first = seen.setdefault(host, rank)
+            if real[first] != real[rank]:
+                raise ValueError(
+                    f"meshes have ranks {first} and {rank} on host {host}, but they run on different hosts; give each "
+                    "rank the host that it runs on, or give meshes as lists of ranks, and hosts are found"
+                )
+
+
+def _member(kind: Any, given: Any, what: str) -> Any:
+    values = {member.value: member for member in kind}
+    if isinstance(given, kind):
+        return given
+    if given not in values:
+        raise ValueError(f"{what} is {given!r}, expected one of {', '.join(values)}")
+    return values[given]

@@ -1,0 +1,329 @@
+"""All transfers of one rank in one step: sent once the tensor exists, received before it is needed.
+
+    the caller's thread      computes; `send` and `open` return at once, `take` waits for a tensor that it needs
+    a thread for each        announces the shape, plans, moves the bytes, and hands the tensor over
+    transfer under way
+
+Forwards, the first message is a short note with the shape; a gradient has the shape of its tensor, which both sides
+know. Of the sends that are ready on a rank the most urgent goes first, in the order of the lowered schedule.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from weft import tracing
+from weft.errors import LONGEST_SECONDS, PeerMismatch
+from weft.pipeline.buffers import Buffers
+from weft.pipeline.channel import Channel, Planner, Way
+from weft.pipeline.header import LENGTH, Header, is_cut, whole_shape
+from weft.pipeline.lowered import Direction, Transfer
+from weft.pipeline.routes import Leg, Route, Routes
+from weft.pipeline.wires import Wires
+from weft.reshard.staging import Stopped
+
+_SLICE_SECONDS = 0.1
+
+
+class Payload(Enum):
+    """What transfers carry."""
+
+    TENSORS = "tensors"
+    SIGNALS = "signals"  # a few bytes in place of each tensor, whose values are then 0: the speed without a network
+
+
+class Cell:
+    """A value that one thread sets and others wait for."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._value: object = None
+
+    def set(self, value: object = None) -> None:
+        """Hands the value over."""
+        self._value = value
+        self._event.set()
+
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, stop: threading.Event) -> object:
+        """The value, once it is there."""
+        while not self._event.wait(_SLICE_SECONDS):
+            if stop.is_set():
+                raise Stopped
+        return self._value
+
+    def poll(self, seconds: float) -> bool:
+        """Whether it is there, after waiting for so long at most."""
+        return self._event.wait(seconds)
+
+    def get(self) -> object:
+        """The value, which is there."""
+        return self._value
+
+
+class Gate:
+    """Lets the most urgent of those that are ready pass first; the others follow when it is done."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._condition, self._stop = threading.Condition(), stop
+        self._ready: set[int] = set()
+
+    @contextmanager
+    def passing(self, urgency: int) -> Iterator[None]:
+        """The block runs when nothing more urgent is ready or passing."""
+        with self._condition:
+            self._ready.add(urgency)
+            while min(self._ready) < urgency:
+                self._condition.wait(_SLICE_SECONDS)
+                if self._stop.is_set():
+                    raise Stopped
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._ready.discard(urgency)
+                self._condition.notify_all()
+
+
+@dataclass
+class Context:
+    """What a rank keeps from step to step for its transfers.
+
+    ways:     how each route's tensors lie on both sides
+    channels: those that this rank takes part in, by their number
+    stop:     set when anything has failed
+    fail:     told of errors of the transfer threads
+    """
+
+    rank: int
+    wires: Wires
+    planner: Planner
+    buffers: Buffers
+    ways: dict[Route, Way]
+    channels: dict[int, Channel]
+    stop: threading.Event
+    payload: Payload
+    start: Callable[[Callable[[], None]], None]
+    fail: Callable[[BaseException, Transfer], None]
+    first_shape_tag: int
+    zeros: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
+
+
+class Exchange:
+    """The transfers of one step of this rank, whose stages send and receive them."""
+
+    def __init__(
+        self, context: Context, routes: Routes, *, step: int, train: bool, recorder: tracing.Trace | None
+    ) -> None:
+        self._context, self._routes, self._step, self._train = context, routes, step, train
+        self._recorder = recorder
+        self._gate = Gate(context.stop)
+        self._arrived: dict[Transfer, Cell] = {}
+        self._sent: dict[Transfer, Cell] = {}
+        self._shapes: dict[tuple[int, str, int], Cell] = {}
+        self._lock = threading.Lock()
+        mine = [leg for leg in routes.legs.values() if context.rank in context.ways[leg.route].dst.mesh.ranks]
+        self._incoming = {leg.transfer for leg in mine}
+        for leg in routes.legs.values():
+            if context.rank in context.ways[leg.route].src.mesh.ranks:
+                self._sent[leg.transfer] = Cell()
+
+    # What the caller's thread does -----------------------------------------------------------------------------
+
+    def open_first(self) -> None:
+        """Opens every channel of this rank for its first tensor."""
+        for route, legs in self._routes.of.items():
+            for leg in legs[: self._routes.channels[route]]:
+                if leg.transfer in self._incoming:
+                    self.open(leg)
+
+    def open(self, leg: Leg) -> None:
+        """Begins to receive; the caller goes on."""
+        work = self._receive_gradient if leg.route.direction is Direction.GRADIENT else self._receive
+        self._put(leg, work)
+
+    def announce(self, producer: int, tensor: str, microbatch: int, local: Tensor, index: int) -> None:
+        """Tells of a tensor that a stage of this rank has made; `index` is its number among all such tensors."""
+        routes = (r for r in self._context.ways if (r.producer, r.tensor, r.source) == (producer, tensor, producer))
+        way = self._context.ways[next(routes)]
+        cell, shape = self._shape(producer, tensor, microbatch), tuple(local.shape)
+        if not is_cut(way.src):
+            cell.set((shape, local.dtype))
+            return
+
+        def work() -> None:
+            cell.set((self._gather_shape(way, shape, local.dtype, index), local.dtype))
+
+        self._context.start(lambda: self._guarded(work, Transfer(producer, tensor, microbatch, producer, producer + 1)))
+
+    def send(self, leg: Leg, tensor: Tensor) -> None:
+        """Begins to send; the tensor must not change until the step ends."""
+        self._put(leg, lambda one: self._send(one, tensor))
+
+    def arrival(self, transfer: Transfer) -> Cell:
+        """Where the tensor of an incoming transfer will be."""
+        with self._lock:
+            return self._arrived.setdefault(transfer, Cell())
+
+    def departure(self, transfer: Transfer) -> Cell:
+        """Set when an outgoing transfer is done."""
+        return self._sent[transfer]
+
+    def release(self, leg: Leg) -> None:
+        """The tensor is in use: its channel opens for the next one, and nothing here holds it any more."""
+        with self._lock:
+            del self._arrived[leg.transfer]
+        later = self._routes.of[leg.route][leg.number + self._routes.channels[leg.route] :]
+        if later:
+            self.open(later[0])
+
+    def under_way(self) -> list[Transfer]:
+        """Outgoing transfers that are not done."""
+        return [transfer for transfer, cell in self._sent.items() if not cell.is_set]
+
+    def check(self) -> None:
+        """Raises if a transfer has failed."""
+        if self._context.stop.is_set():
+            raise Stopped
+
+    # What the threads do ---------------------------------------------------------------------------------------
+
+    def _put(self, leg: Leg, work: Callable[[Leg], None]) -> None:
+        channel = self._context.channels[self._routes.first_channel[leg.route] + leg.channel]
+        channel.put(lambda: self._guarded(lambda: work(leg), leg.transfer))
+
+    def _guarded(self, work: Callable[[], None], what: Transfer) -> None:
+        if self._context.stop.is_set():
+            return
+        try:
+            work()
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._context.fail(error, what)
+
+    def _shape(self, producer: int, tensor: str, microbatch: int) -> Cell:
+        with self._lock:
+            return self._shapes.setdefault((producer, tensor, microbatch), Cell())
+
+    def _known_shape(self, transfer: Transfer) -> tuple[tuple[int, ...], torch.dtype]:
+        cell = self._shape(transfer.producer, transfer.tensor, transfer.microbatch)
+        return cell.wait(self._context.stop)  # type: ignore[return-value]
+
+    def _gather_shape(self, way: Way, local: tuple[int, ...], dtype: torch.dtype, index: int) -> tuple[int, ...]:
+        """The whole shape, from all ranks of the stage."""
+        me, wires = self._context.rank, self._context.wires
+        others = [rank for rank in way.src.mesh.ranks if rank != me]
+        tag = self._context.first_shape_tag + index
+        note = Header(self._step, self._train, dtype, local).to_tensor()
+        notes = {rank: torch.empty(LENGTH, dtype=torch.int64) for rank in others}
+        transfers = [wires.receive_note(notes[rank], rank, tag) for rank in others]
+        transfers += [wires.send_note(note, rank, tag) for rank in others]
+        for transfer in transfers:
+            transfer.wait(what=f"the shape of {way.name}", timeout=LONGEST_SECONDS)
+        shards = {rank: Header.from_tensor(theirs).shape for rank, theirs in notes.items()} | {me: local}
+        return whole_shape(way.src, shards, way.name)
+
+    def _send(self, leg: Leg, tensor: Tensor) -> None:
+        context, way = self._context, self._context.ways[leg.route]
+        shape, dtype = self._known_shape(leg.transfer)
+        notes = []
+        if leg.route.direction is Direction.FORWARD or context.payload is Payload.SIGNALS:
+            note = Header(self._step, self._train, dtype, shape).to_tensor()
+            tag = self._routes.first_channel[leg.route] + leg.channel
+            notes = [context.wires.send_note(note, rank, tag) for rank in _listeners(way, context.rank)]
+        if context.payload is Payload.TENSORS:
+            plan, script = context.planner.plan(way, shape, dtype)
+            with self._gate.passing(leg.urgency):
+                start = tracing.now()
+                self._channel(leg).move(plan, script, tensor, None)
+                self._record("send", leg, start, tensor.nbytes)
+        for transfer in notes:
+            transfer.wait(what=f"the announcement of {leg.transfer}", timeout=LONGEST_SECONDS)
+        self._sent[leg.transfer].set()
+
+    def _receive(self, leg: Leg) -> None:
+        header = self._receive_note(leg)
+        transfer = leg.transfer
+        # The source of a tensor is told by it as well: who passes it on needs its shape, and so does its gradient.
+        self._shape(transfer.producer, transfer.tensor, transfer.microbatch).set((header.shape, header.dtype))
+        tensor = self._land(leg, header.shape, header.dtype)
+        for other in self._routes.legs.values():
+            if other.route.direction is Direction.FORWARD and _passes_on(other.transfer, transfer):
+                self.send(other, tensor)
+        self.arrival(transfer).set(tensor)
+
+    def _receive_gradient(self, leg: Leg) -> None:
+        shape, dtype = self._known_shape(leg.transfer)
+        if self._context.payload is Payload.SIGNALS:
+            self._receive_note(leg)
+        self.arrival(leg.transfer).set(self._land(leg, shape, dtype))
+
+    def _receive_note(self, leg: Leg) -> Header:
+        context, way = self._context, self._context.ways[leg.route]
+        note = torch.empty(LENGTH, dtype=torch.int64)
+        tag = self._routes.first_channel[leg.route] + leg.channel
+        announcer = way.src.mesh.ranks[way.dst.mesh.ranks.index(context.rank) % way.src.mesh.size]
+        what = f"the announcement of {leg.transfer}"
+        context.wires.receive_note(note, announcer, tag).wait(what=what, timeout=LONGEST_SECONDS)
+        header = Header.from_tensor(note)
+        if (header.step, header.train) != (self._step, self._train):
+            here, there = _call(self._step, self._train), _call(header.step, header.train)
+            raise PeerMismatch(
+                f"rank {context.rank} is in {here} and rank {announcer} in {there}; call step and eval_step in the "
+                "same order on all ranks"
+            )
+        return header
+
+    def _land(self, leg: Leg, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        context, way = self._context, self._context.ways[leg.route]
+        local = way.dst.local_shape(shape, context.rank)
+        start = tracing.now()
+        if context.payload is Payload.SIGNALS:
+            self._record("recv", leg, start, 0)
+            return context.zeros.setdefault((local, dtype), torch.zeros(local, dtype=dtype))
+        tensor = context.buffers.take(local, dtype)
+        plan, script = context.planner.plan(way, shape, dtype)
+        self._channel(leg).move(plan, script, None, tensor)
+        self._record("recv", leg, start, tensor.nbytes)
+        return tensor
+
+    def _channel(self, leg: Leg) -> Channel:
+        return self._context.channels[self._routes.first_channel[leg.route] + leg.channel]
+
+    def _record(self, kind: str, leg: Leg, start: float, nbytes: int) -> None:
+        if self._recorder is not None:
+            lane = "out" if kind == "send" else "in"
+            self._recorder.add(
+                kind,  # type: ignore[arg-type]
+                str(leg.transfer),
+                lane=lane,
+                start=start,
+                end=tracing.now(),
+                bytes=nbytes,
+            )
+
+
+def _listeners(way: Way, rank: int) -> list[int]:
+    """The ranks of the destination to which this rank of the source announces a tensor."""
+    place, size = way.src.mesh.ranks.index(rank), way.src.mesh.size
+    return [other for i, other in enumerate(way.dst.mesh.ranks) if i % size == place]
+
+
+def _passes_on(later: Transfer, earlier: Transfer) -> bool:
+    same = (later.producer, later.tensor, later.microbatch) == (earlier.producer, earlier.tensor, earlier.microbatch)
+    return same and later.source == earlier.target
+
+
+def _call(step: int, train: bool) -> str:
+    return f"{'step' if train else 'eval_step'} number {step}"

@@ -1,0 +1,96 @@
+"""What is said about a tensor before it comes: its shape and type, as numbers. Never a pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.layout import Layout
+
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_MOST_DIMS = 8
+_FIXED = 4
+LENGTH = _FIXED + _MOST_DIMS
+
+
+@dataclass(frozen=True)
+class Header:
+    """A tensor that is on its way.
+
+    step:  of which step of the pipeline, counted from its making; odd calls are told from even by `train`
+    train: whether a backward pass will follow
+    """
+
+    step: int
+    train: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def to_tensor(self) -> Tensor:
+        """int64 [LENGTH]."""
+        if len(self.shape) > _MOST_DIMS or self.dtype not in _DTYPES:
+            raise ValueError(
+                f"a tensor of shape {self.shape} and {self.dtype} leaves a stage, expected up to {_MOST_DIMS} dims and "
+                f"one of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
+            )
+        rest = [0] * (_MOST_DIMS - len(self.shape))
+        numbers = [self.step, int(self.train), _DTYPES.index(self.dtype), len(self.shape), *self.shape, *rest]
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    @classmethod
+    def from_tensor(cls, numbers: Tensor) -> Header:
+        """What `to_tensor` made.
+
+        >>> header = Header(3, True, torch.bfloat16, (2, 5))
+        >>> Header.from_tensor(header.to_tensor()) == header
+        True
+        """
+        step, train, dtype, ndim, *sizes = numbers.tolist()
+        return cls(step, bool(train), _DTYPES[dtype], tuple(sizes[:ndim]))
+
+
+def is_cut(layout: Layout) -> bool:
+    """Whether one rank's shard does not tell the whole shape."""
+    cut = {axis for axes in layout.dim_axes(_MOST_DIMS) for axis in axes}
+    return any(layout.mesh.shape[axis] > 1 for axis in cut)
+
+
+def whole_shape(layout: Layout, shards: Mapping[int, tuple[int, ...]], what: str) -> tuple[int, ...]:
+    """The shape of the whole tensor from its shards' shapes by rank; they must be what the layout makes of it.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> from weft.layout import Mesh
+    >>> whole_shape(Layout(Mesh.of([0, 1], hosts=[0, 0]), [Shard(0)]), {0: (3, 4), 1: (2, 4)}, "x")
+    (5, 4)
+    """
+    first = shards[layout.mesh.ranks[0]]
+    shape = tuple(_total(layout, shards, dim, axes) for dim, axes in enumerate(layout.dim_axes(len(first))))
+    for rank, given in shards.items():
+        expected = layout.local_shape(shape, rank)
+        if given != expected:
+            raise ValueError(
+                f"{what} on rank {rank} has the shape {given}, expected {expected} as {layout.notation(len(shape))} of "
+                f"{shape}; shards follow torch.chunk; for other sizes give ShardSizes in layouts="
+            )
+    return shape
+
+
+def _total(layout: Layout, shards: Mapping[int, tuple[int, ...]], dim: int, axes: Sequence[int]) -> int:
+    along = layout.mesh.array[tuple(slice(None) if axis in axes else 0 for axis in range(len(layout.mesh.shape)))]
+    return sum(shards[int(rank)][dim] for rank in along.reshape(-1))

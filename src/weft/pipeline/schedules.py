@@ -1,0 +1,96 @@
+"""The generators: from a name and sizes to a schedule. None of them knows of transfers or of time.
+
+Stage i of n with m micro-batches; *warm-up* counts the forwards before the first backward.
+
+| name               | warm-up                                | then                                               |
+|--------------------|----------------------------------------|----------------------------------------------------|
+| gpipe              | m                                      | all backwards                                      |
+| 1f1b               | min(m, n-i)                            | B and F in turns                                   |
+| eager-1f1b         | min(m, 2(n-i)-1)                       | B and F in turns                                   |
+| eager-1f1b+delay   | min(m, 2(n-i)-1)                       | I, W and F in turns: the gradient leaves before W  |
+| zero-bubble        | min(m, n-i)                            | I, W of i micro-batches ago, F in turns (ZB-H1)    |
+| interleaved-1f1b   | see `weft.pipeline.interleaved`        | B and F in turns over the rank's stages            |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weft.pipeline.action import Action, Kind
+from weft.pipeline.interleaved import interleaved_1f1b, take_turns
+from weft.pipeline.schedule import Schedule
+
+Rank = tuple[Action, ...]
+
+
+def schedule(name: str, *, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
+    """The schedule of that name for any number of stages and micro-batches.
+
+    `ranks` may be fewer than `stages` for `interleaved-1f1b` only (where the default is half of them, rounded
+    up): stage s is then on rank s mod ranks. Every other schedule has a rank for each stage.
+
+    >>> schedule("eager-1f1b", stages=3, microbatches=5).ranks[1]
+    (1F0, 1F1, 1F2, 1B0, 1F3, 1B1, 1F4, 1B2, 1B3, 1B4)
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"got the schedule {name!r}; expected one of: {', '.join(SCHEDULES)}")
+    if stages < 1 or microbatches < 1:
+        raise ValueError(f"got {stages} stages and {microbatches} micro-batches; expected at least 1 of each")
+    if name == INTERLEAVED:
+        return interleaved_1f1b(stages, microbatches, ranks=(stages + 1) // 2 if ranks is None else ranks)
+    if ranks not in (None, stages):
+        raise ValueError(
+            f"got ranks={ranks} for {stages} stages of {name}; expected a rank for each stage; "
+            f"{INTERLEAVED} puts several stages on a rank"
+        )
+    one = _GENERATORS[name]
+    return Schedule(name, stages, microbatches, tuple(one(stage, stages, microbatches) for stage in range(stages)))
+
+
+def _gpipe(stage: int, stages: int, microbatches: int) -> Rank:
+    return _in_turns(stage, microbatches, warm_up=microbatches)
+
+
+def _1f1b(stage: int, stages: int, microbatches: int) -> Rank:
+    return _in_turns(stage, microbatches, warm_up=stages - stage)
+
+
+def _eager_1f1b(stage: int, stages: int, microbatches: int) -> Rank:
+    return _in_turns(stage, microbatches, warm_up=2 * (stages - stage) - 1)
+
+
+def _eager_1f1b_delay(stage: int, stages: int, microbatches: int) -> Rank:
+    return _in_turns(stage, microbatches, warm_up=2 * (stages - stage) - 1, weight_delay=0)
+
+
+def _zero_bubble(stage: int, stages: int, microbatches: int) -> Rank:
+    # A stage further down may keep as many W back as it has fewer micro-batches in flight, so every stage holds
+    # at most n of them, as stage 0 of 1F1B does. What is kept back fills the bubble at the end.
+    return _in_turns(stage, microbatches, warm_up=stages - stage, weight_delay=stage)
+
+
+def _in_turns(stage: int, microbatches: int, *, warm_up: int, weight_delay: int | None = None) -> Rank:
+    """The stage's forwards and backwards in turns; W, where there is one, comes `weight_delay` backwards later."""
+
+    def act(kind: Kind, microbatch: int) -> Action:
+        return Action(stage, kind, microbatch)
+
+    every = range(microbatches)
+    forwards = [act(Kind.FORWARD, microbatch) for microbatch in every]
+    if weight_delay is None:
+        return take_turns(forwards, [[act(Kind.BACKWARD, microbatch)] for microbatch in every], warm_up=warm_up)
+    backwards = [[act(Kind.INPUT_GRADIENT, microbatch)] for microbatch in every]
+    for microbatch in every:  # those that would come after the last I come right after it
+        backwards[min(microbatch + weight_delay, microbatches - 1)].append(act(Kind.WEIGHT_GRADIENT, microbatch))
+    return take_turns(forwards, backwards, warm_up=warm_up)
+
+
+_GENERATORS: dict[str, Callable[[int, int, int], Rank]] = {
+    "gpipe": _gpipe,
+    "1f1b": _1f1b,
+    "eager-1f1b": _eager_1f1b,
+    "eager-1f1b+delay": _eager_1f1b_delay,
+    "zero-bubble": _zero_bubble,
+}
+INTERLEAVED = "interleaved-1f1b"
+SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "eager-1f1b", "eager-1f1b+delay", INTERLEAVED, "zero-bubble")

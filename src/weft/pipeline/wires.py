@@ -1,0 +1,99 @@
+"""The process groups of a pipeline: connections of their own, so that nothing waits behind a long message.
+
+A gloo connection takes messages one after the other, and so does the receiver's word that it is ready. A gradient
+that comes down would wait for the activation that goes up on the same connection, though the card could do both at
+once. Hence a group for messages to higher ranks, one for those to lower ranks, and one for short notes.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from weft.comm import Group, Transfer
+from weft.errors import LONGEST_SECONDS, WeftError
+
+_BREAK_TAG = (1 << 30) - 1  # a message that is never sent
+CHUNKS_PER_CHANNEL = 1 << 14
+"""How many tags a channel has, one for each chunk of a tensor."""
+
+
+class Wires:
+    """Three groups over the ranks of `pg`. Making them is collective over it; a failure leaves `pg` itself alone."""
+
+    def __init__(self, pg: ProcessGroup, *, timeout: float) -> None:
+        ranks = dist.get_process_group_ranks(pg)
+        self.world = tuple(ranks)
+        limit = timedelta(seconds=timeout)
+        # torch names a group of some ranks by these alone, and finds what is left of the last one of that name if it
+        # was destroyed; so those live as long as the process.
+        self._are_whole = len(ranks) == dist.get_world_size()
+        groups = []
+        for _ in range(3):
+            new = dist.new_group(
+                ranks, timeout=limit, backend="gloo", use_local_synchronization=not self._are_whole
+            )
+            assert isinstance(new, ProcessGroup)
+            groups.append(Group(new, timeout=timeout))
+        self.up, self.down, self.notes = groups
+        for group in groups:
+            # gloo connects when a message is first sent, and cannot tell that a rank died before that.
+            group.barrier("pipeline")
+        self.rank, self.size, self.hosts = self.up.rank, self.up.size, self.up.hosts
+
+    def member(self, rank: int) -> int:
+        """The groups' number of a rank."""
+        return self.world.index(rank)
+
+    def send_note(self, note: Tensor, rank: int, tag: int) -> Transfer:
+        """Starts to send a short message to a rank."""
+        return self.notes.send(note, self.member(rank), tag=tag)
+
+    def receive_note(self, note: Tensor, rank: int, tag: int) -> Transfer:
+        """Starts to receive a short message from a rank."""
+        return self.notes.recv(note, self.member(rank), tag=tag)
+
+    def break_off(self) -> None:
+        """Ends all waits of this rank, and those of its peers for it, now.
+
+        gloo closes all connections that a rank has in a group when one of its waits runs out of time.
+        """
+        if self.size == 1:
+            return
+        peer = (self.rank + 1) % self.size
+        for group in (self.notes, self.up, self.down):
+            with suppress(WeftError):
+                group.recv(torch.empty(1), peer, tag=_BREAK_TAG).wait(what="nothing", timeout=0.001)
+
+    def close(self, *, together: bool) -> None:
+        """Ends the groups; `together` once all ranks are here, since they close connections that others may use."""
+        if together:
+            with suppress(WeftError):
+                self.notes.barrier("end of the pipeline")
+        if self._are_whole:
+            for group in (self.up, self.down, self.notes):
+                dist.destroy_process_group(group.pg)
+
+
+class Wire(Group):
+    """The groups as one, for the chunks of one channel. Waits have no deadline here: whoever needs a tensor has one."""
+
+    def __init__(self, wires: Wires, channel: int) -> None:
+        self._wires, self._first_tag = wires, channel * CHUNKS_PER_CHANNEL
+        self.pg, self.rank, self.size, self.hosts = wires.up.pg, wires.rank, wires.size, wires.hosts
+        self.timeout = LONGEST_SECONDS
+
+    def send(self, tensor: Tensor, dst: int, *, tag: int = 0) -> Transfer:
+        """Sends on the connection for that direction."""
+        group = self._wires.up if dst > self.rank else self._wires.down
+        return group.send(tensor, dst, tag=self._first_tag + tag)
+
+    def recv(self, tensor: Tensor, src: int, *, tag: int = 0) -> Transfer:
+        """Receives on the connection for that direction."""
+        group = self._wires.up if src < self.rank else self._wires.down
+        return group.recv(tensor, src, tag=self._first_tag + tag)
