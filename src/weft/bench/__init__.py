@@ -18,6 +18,7 @@ BENCHMARKS = {
     "gemm": "weft.bench.gemm",
     "overlap": "weft.bench.overlap",
     "reshard": "weft.bench.reshard",
+    "pipeline": "weft.bench.pipeline",
     "packed": "weft.bench.packed",
 }
 

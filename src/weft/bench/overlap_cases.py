@@ -33,6 +33,18 @@ class OverlapCase:
         return f"{self.op.value} {self.m}x{self.k}x{self.n}, {self.hosts}x{self.devices}{share}"
 
     @property
+    def short_name(self) -> str:
+        """The name as a narrow table has room for it."""
+        op = self.op.value.replace("matmul", "").strip("_").replace("_", "-")
+        share = "" if self.share is None else f" {self.share:g}"
+        return f"{op} {self.m}x{self.k}x{self.n} {self.hosts}x{self.devices}{share}"
+
+    @property
+    def compares_plans(self) -> bool:
+        """Whether other plans are measured beside the chosen one, and the page draws it: for the largest matmuls."""
+        return self.m == ROWS[-1] and (self.k, self.n) in WEIGHTS[:2] and self.hosts > 1 and self.share == 1.0
+
+    @property
     def ranks(self) -> int:
         return self.hosts * self.devices
 

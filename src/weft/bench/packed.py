@@ -6,21 +6,20 @@ text at a time: what a careful user does against padding. The best of all these 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from weft.bench.harness import Case, Measurement, Options, measure, track
+from weft.bench.harness import Case, Options, track
 from weft.bench.packed_attention import attention_cases
 from weft.bench.packed_embed import embed_case, minilm_folder
 from weft.bench.packed_inputs import Padded, batch, equal, measured, uniform
+from weft.bench.packed_lineup import Lineup, Result, flops, timed
 from weft.bench.packed_memory import memory_row
-from weft.bench.packed_peers import PEERS, WEFT, Call, Peer, Unavailable, runs
-from weft.kernels.cpu import isa, thread_count
+from weft.bench.packed_peers import PEERS
+from weft.kernels.cpu import thread_count
 from weft.packed import pack
 from weft.report import Column, Headline, Report
 
@@ -28,11 +27,8 @@ NAME = "packed"
 HELP = "models without padding against Hugging Face, torch.compile, ONNX Runtime, CTranslate2, OpenVINO and others"
 
 QUICK_LAYERS = 1  # of BERT-base's 12: the ratios are those of the layers
-QUICK_ROUNDS = 3
-QUICK_TEXTS = 400
-PEAK_ROUNDS = 2_000_000
+QUICK_TEXTS = 300
 CORE_PEERS = ("hf sdpa", "onnxruntime")  # in the rows beside the headline
-AGREEMENT = 2e-3  # of states of unit size, across runtimes
 
 COLUMNS = [
     Column("case", "case"),
@@ -47,39 +43,6 @@ COLUMNS = [
 ]
 
 
-@dataclass(frozen=True)
-class Result:
-    """One row: what was measured, the flops of its real tokens, and who could not take part."""
-
-    measured: Measurement
-    flops: float
-    absent: dict[str, str]
-
-    def vs(self, peer: str) -> float:
-        return self.measured.ratio(peer, "weft")
-
-    @property
-    def best(self) -> str:
-        peers = [name for name in self.measured.case.systems if name not in ("weft", "peak")]
-        return min(peers, key=self.measured.median)
-
-    @property
-    def peak_fraction(self) -> float | None:
-        if "peak" not in self.measured.case.systems or not self.flops:
-            return None
-        peak = _peak_flops() / self.measured.median("peak")
-        return self.flops / self.measured.median("weft") / peak
-
-    def row(self) -> dict[str, object]:
-        names = self.measured.case.systems
-        row = {key: value for key, value in self.measured.row().items() if not key.startswith("peak_")}
-        ratios = {f"vs_{n.replace(' ', '_')}": self.vs(n) for n in names if n not in ("weft", "peak")}
-        best = {"best_peer": self.best, "best_peer_ms": self.measured.median(self.best) * 1e3}
-        absent = "; ".join(f"{name}: {why}" for name, why in self.absent.items()) or None
-        return {**row, **ratios, **best, "vs_best_peer": self.vs(self.best), "peak_fraction": self.peak_fraction,
-                "absent": absent}  # fmt: skip
-
-
 def run(options: Options) -> Report:
     """The rows of the claim; the quick form has one row for each figure."""
     with torch.no_grad():
@@ -88,13 +51,12 @@ def run(options: Options) -> Report:
         name = "BERT-base" if layers == 12 else f"BERT-base, {layers} of 12 layers"
         lineup = Lineup(model, batch(uniform(256), 16), PEERS)
         head = lineup.measure(f"{name}, uniform 256, batch 16", batch(uniform(256), 16), options)
-        if options.quick:
-            lineup.leave_out("torch.compile", "left out of the quick form: it compiles anew for each shape")
-        same = lineup.measure(f"{name}, equal 128, batch 16", batch(equal(128), 16), options)
+        # Equal lengths are sorted as they are.
+        same = lineup.measure(f"{name}, equal 128, batch 16", batch(equal(128), 16), options, ("padded", "loop"))
         rows = [head, same, *(sweep(model, options) if not options.quick else [])]
-    attention = [Result(_timed(case, options), flops, absent) for case, flops, absent in attention_cases()]
+    attention = [Result(timed(case, options), flops, absent) for case, flops, absent in attention_cases()]
     train = training(model, batch(uniform(256), 16), options)
-    embed = Result(_timed(embed_case(QUICK_TEXTS if options.quick else 20_000), options), 0.0, {})
+    embed = Result(timed(embed_case(QUICK_TEXTS if options.quick else 20_000), options), 0.0, {})
     memory = memory_row(layers=QUICK_LAYERS)
     results = [*rows, *attention, train, embed]
     return Report(
@@ -159,53 +121,6 @@ def minilm() -> Any:
     ).eval()
 
 
-class Lineup:
-    """weft and the peers that can run a model, built once; each batch is measured in all their modes."""
-
-    def __init__(self, model: Any, example: Padded, peers: Sequence[Peer]) -> None:
-        self._model = model
-        self._peers = {peer.name: peer for peer in (WEFT, *peers)}
-        self._calls: dict[str, Call] = {}
-        self._absent: dict[str, str] = {}
-        want: Tensor | None = None
-        for name, peer in self._peers.items():
-            try:
-                self._calls[name] = peer.build(model, example)
-                states = self._calls[name](example.ids, example.mask)
-                want = states if want is None else want
-                _check(name, states, want, example)
-            except Unavailable as error:
-                self.leave_out(name, str(error))
-            except Exception as error:  # a peer's own failure is its row's text, not the end of the benchmark
-                if peer is WEFT:
-                    raise
-                self.leave_out(name, f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:80]}")
-
-    def leave_out(self, name: str, why: str) -> None:
-        """Takes a peer off the rows that follow, which then say why."""
-        self._calls.pop(name, None)
-        self._absent[name] = why
-
-    def measure(self, case: str, padded: Padded, options: Options) -> Result:
-        modes = ("padded", "sorted", "loop") if len(padded.lengths) > 1 else ("padded",)
-        systems: dict[str, Callable[[], Any]] = {}
-        for name, call in self._calls.items():
-            systems |= runs(self._peers[name], call, padded, modes)
-        systems["peak"] = _peak_loop
-        labels = {"batch": len(padded.lengths), "tokens": padded.tokens, "padded": padded.ids.numel()}
-        timed = _timed(Case(case, systems, labels), options)
-        return Result(timed, flops(self._model.config, padded.lengths), dict(self._absent))
-
-
-def _check(name: str, states: Any, want: Tensor, padded: Padded) -> None:
-    """Raises if a peer computes something else, which would make its time worthless."""
-    if name in ("fast path", "ctranslate2"):  # other weights; no tensor
-        return
-    difference = ((states - want) * padded.mask[..., None]).abs().max()
-    if not float(difference) < AGREEMENT:
-        raise ValueError(f"its states differ from weft's by {float(difference):.1e}")
-
-
 def sweep(model: Any, options: Options) -> list[Result]:
     """Other lengths, batch sizes and the small model; BERT-base with the core peers, MiniLM with all."""
     core = [peer for peer in PEERS if peer.name in CORE_PEERS]
@@ -223,14 +138,6 @@ def sweep(model: Any, options: Options) -> list[Result]:
         lineups[name].measure(f"{name}, {what}", batch(draw, size), options)
         for name, (what, draw, size) in track(plan, title="packed")
     ]
-
-
-def flops(config: Any, lengths: Sequence[int]) -> float:
-    """Multiplications and additions that real tokens need: matmuls and attention."""
-    width, inner = config.hidden_size, config.intermediate_size
-    linear = 2 * sum(lengths) * (4 * width * width + 2 * width * inner)
-    attention = 4 * width * sum(length * length for length in lengths)
-    return float(config.num_hidden_layers * (linear + attention))
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -255,23 +162,6 @@ def training(model: Any, padded: Padded, options: Options) -> Result:
         return call
 
     case = Case("training step, uniform 256, batch 16", {"weft": step(fast), "hf sdpa": step(model)})
-    result = Result(_timed(case, options), 3 * flops(model.config, padded.lengths), {})
+    result = Result(timed(case, options), 3 * flops(model.config, padded.lengths), {})
     model.eval()
     return result
-
-
-def _timed(case: Case, options: Options) -> Measurement:
-    return measure(case, rounds=QUICK_ROUNDS, max_retries=1) if options.quick else measure(case)
-
-
-def _peak_loop() -> None:
-    from weft import _core
-
-    _core.fma_loop(isa(), thread_count(0), PEAK_ROUNDS)
-
-
-def _peak_flops() -> float:
-    """Flops of one turn of the peak loop."""
-    from weft import _core
-
-    return _core.fma_loop(isa(), thread_count(0), 1) * PEAK_ROUNDS

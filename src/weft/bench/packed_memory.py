@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+_DEADLINE_SECONDS = 600
 _CHILD = """
 import sys
 from weft.bench.packed_memory import forward_peak_mib
@@ -15,7 +16,8 @@ print(forward_peak_mib(sys.argv[1], int(sys.argv[2])))
 
 def memory_row(*, layers: int) -> dict[str, object]:
     """MiB that a forward at uniform 1024, batch 16, adds to what the model takes."""
-    weft, eager = (_measured(system, layers) for system in ("weft", "eager"))
+    children = [_started(system, layers) for system in ("weft", "eager")]  # at once: memory is not time
+    weft, eager = (_measured(child) for child in children)
     return {
         "case": f"peak memory, uniform 1024, batch 16, {layers} layers",
         "weft_mib": weft,
@@ -25,12 +27,19 @@ def memory_row(*, layers: int) -> dict[str, object]:
     }
 
 
-def _measured(system: str, layers: int) -> float:
+def _started(system: str, layers: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _CHILD, system, str(layers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the memory of {system} could not be measured:\n{done.stderr[-2000:]}")
-    return float(done.stdout.split()[-1])
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _measured(child: subprocess.Popen[str]) -> float:
+    try:
+        out, errors = child.communicate(timeout=_DEADLINE_SECONDS)
+    finally:
+        child.kill()
+    if child.returncode:
+        raise RuntimeError(f"the memory of {child.args!r} could not be measured:\n{errors[-2000:]}")
+    return float(out.split()[-1])
 
 
 def forward_peak_mib(system: str, layers: int) -> float:

@@ -7,12 +7,13 @@ run this, says so in its row: it is never left out in silence.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +22,8 @@ from weft.bench.packed_inputs import Padded
 from weft.packed import pack
 
 GROUP = 4  # texts of a sorted batch: a batch of 16 becomes four of similar length
+MODES = ("padded", "sorted", "loop")
+_SHAPES = 64  # at most, that one model is run with
 Run = Callable[[], Any]
 Call = Callable[[Tensor, Tensor], Any]  # ids and mask -> states
 
@@ -35,10 +38,10 @@ class Peer:
 
     name: str
     build: Callable[[Any, Padded], Call]
-    modes: tuple[str, ...] = ("padded", "sorted", "loop")
+    modes: tuple[str, ...] = MODES
 
 
-def runs(peer: Peer, call: Call, batch: Padded, modes: tuple[str, ...]) -> dict[str, Run]:
+def runs(peer: Peer, call: Call, batch: Padded, modes: Sequence[str]) -> dict[str, Run]:
     """The peer's functions by name: the name itself for padded, else "name mode"."""
     pieces = {"padded": [(batch.ids, batch.mask)], "sorted": list(_sorted(batch)), "loop": list(_single(batch))}
     chosen = {mode: pieces[mode] for mode in modes if mode in peer.modes}
@@ -86,26 +89,47 @@ def hugging_face(attention: str) -> Callable[[Any, Padded], Call]:
 
 
 def compiled(model: Any, batch: Padded) -> Call:
+    """Compiled for each shape by itself, with the weights as constants, which lets the compiler pack them."""
     model.set_attn_implementation("sdpa")
-    fast = torch.compile(lambda ids, mask: model(ids, attention_mask=mask).last_hidden_state)
+    dynamo: Any = import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _SHAPES)  # beyond it, it would run eagerly and not say so
+    fast = torch.compile(
+        lambda ids, mask: model(ids, attention_mask=mask).last_hidden_state, options={"freezing": True}
+    )
     return lambda ids, mask: fast(ids, mask)
 
 
 def fast_path(model: Any, batch: Padded) -> Call:
-    """nn.TransformerEncoder with nested tensors inside; it gets ready embeddings, which the others compute."""
+    """nn.TransformerEncoder with the model's weights, whose fast path runs on nested tensors inside."""
     c = model.config
     layer = nn.TransformerEncoderLayer(
-        c.hidden_size, c.num_attention_heads, c.intermediate_size, activation="gelu", batch_first=True
-    )
+        c.hidden_size, c.num_attention_heads, c.intermediate_size, activation="gelu", batch_first=True,
+        layer_norm_eps=c.layer_norm_eps,
+    )  # fmt: skip
     encoder = nn.TransformerEncoder(layer, c.num_hidden_layers, enable_nested_tensor=True).eval()
-    vectors = torch.randn(*batch.ids.shape, c.hidden_size)
+    for to, source in zip(encoder.layers, model.encoder.layer, strict=True):
+        _copy_layer(to, source)
 
     def call(ids: Tensor, mask: Tensor) -> Tensor:
-        x = vectors[: ids.shape[0], : ids.shape[1]]
+        x = model.embeddings(ids)
         states: Tensor = encoder(x, src_key_padding_mask=None if bool(mask.all()) else mask == 0)
         return states
 
     return call
+
+
+def _copy_layer(to: Any, source: Any) -> None:
+    """The weights of a BERT layer into a layer of torch."""
+    a, o = source.attention.self, source.attention.output
+    pairs = [
+        (to.self_attn.out_proj, o.dense), (to.norm1, o.LayerNorm), (to.linear1, source.intermediate.dense),
+        (to.linear2, source.output.dense), (to.norm2, source.output.LayerNorm),
+    ]  # fmt: skip
+    for new, old in pairs:
+        new.load_state_dict(old.state_dict())
+    with torch.no_grad():
+        to.self_attn.in_proj_weight.copy_(torch.cat([a.query.weight, a.key.weight, a.value.weight]))
+        to.self_attn.in_proj_bias.copy_(torch.cat([a.query.bias, a.key.bias, a.value.bias]))
 
 
 def nested(model: Any, batch: Padded) -> Call:
@@ -208,7 +232,7 @@ def ctranslate2(model: Any, batch: Padded) -> Call:
 
     def call(ids: Tensor, mask: Tensor) -> Any:
         rows = [row[: int(n)].tolist() for row, n in zip(ids, mask.sum(1), strict=True)]
-        return encoder.forward_batch(rows).last_hidden_state
+        return torch.from_numpy(numpy.asarray(encoder.forward_batch(rows).last_hidden_state))
 
     return call
 

@@ -82,8 +82,16 @@ class _Mover(Executor):
 class _ChannelLane(Lane):
     """A lane of a pipeline: it stops when any other does, and breaks off all connections, not those of one group."""
 
-    def __init__(self, mover: _Mover, src: Parts, dst: Parts, wires: Wires, stop: threading.Event) -> None:
-        super().__init__(mover, src, dst, 0, None, _ignore)
+    def __init__(
+        self,
+        mover: _Mover,
+        src: Parts,
+        dst: Parts,
+        wires: Wires,
+        stop: threading.Event,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        super().__init__(mover, src, dst, 0, None, on_bytes)
         self._wires = wires
         self.wait = Wait(mover.group.timeout, stop)
 
@@ -120,11 +128,18 @@ class Channel:
                 job = self._queue.popleft()
             job()
 
-    def move(self, plan: Plan, script: Script, src: Tensor | None, dst: Tensor | None) -> None:
-        """Carries out a plan with this rank's shards; returns when its part is done."""
+    def move(
+        self,
+        plan: Plan,
+        script: Script,
+        src: Tensor | None,
+        dst: Tensor | None,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        """Carries out a plan with this rank's shards; returns when its part is done. `on_bytes` hears what lands."""
         mover = _Mover(plan, script, self._wire, self._rings, self._wires)
         before, after = _parts(mover, src, "src"), _parts(mover, dst, "dst")
-        lane = _ChannelLane(mover, before, after, self._wires, self._stop)
+        lane = _ChannelLane(mover, before, after, self._wires, self._stop, on_bytes or _ignore)
         self._rings.begin(lane.wait)
         works = [work for work in (Landing(lane), Outgoing(lane), Taking(lane)) if work.has_work]
         if len(works) == 1:

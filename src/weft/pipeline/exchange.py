@@ -288,14 +288,16 @@ class Exchange:
     def _land(self, leg: Leg, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         context, way = self._context, self._context.ways[leg.route]
         local = way.dst.local_shape(shape, context.rank)
-        start = tracing.now()
+        begun = [tracing.now()]
+        if leg.route.direction is Direction.GRADIENT:
+            begun.clear()  # it is waited for long before it comes
         if context.payload is Payload.SIGNALS:
-            self._record("recv", leg, start, 0)
+            self._record("recv", leg, tracing.now(), 0)
             return context.zeros.setdefault((local, dtype), torch.zeros(local, dtype=dtype))
         tensor = context.buffers.take(local, dtype)
         plan, script = context.planner.plan(way, shape, dtype)
-        self._channel(leg).move(plan, script, None, tensor)
-        self._record("recv", leg, start, tensor.nbytes)
+        self._channel(leg).move(plan, script, None, tensor, lambda _: begun.append(tracing.now()))
+        self._record("recv", leg, begun[0] if begun else tracing.now(), tensor.nbytes)
         return tensor
 
     def _channel(self, leg: Leg) -> Channel:

@@ -35,9 +35,7 @@ class Wires:
         self._are_whole = len(ranks) == dist.get_world_size()
         groups = []
         for _ in range(3):
-            new = dist.new_group(
-                ranks, timeout=limit, backend="gloo", use_local_synchronization=not self._are_whole
-            )
+            new = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=not self._are_whole)
             assert isinstance(new, ProcessGroup)
             groups.append(Group(new, timeout=timeout))
         self.up, self.down, self.notes = groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 from torch import nn
@@ -35,7 +36,7 @@ def cut(costs: Sequence[float], stages: int) -> list[range]:
     for stage in range(stages, 0, -1):
         ends.append(best[stage][ends[-1]][1])
     ends.reverse()
-    return [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(ends)]
 
 
 def made_with(seed: int, number: int, make: Callable[[], M]) -> M:

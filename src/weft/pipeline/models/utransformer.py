@@ -41,7 +41,7 @@ class UConfig:
         sizes = {
             "tiny": cls(),
             "small": cls(width=32, levels=3, pixels=64),
-            "2.1b": cls(width=448, levels=3, attention=1, heads=16, pixels=128),
+            "2.1b": cls(width=928, levels=3, attention=1, heads=16, pixels=128),
         }
         if size not in sizes:
             raise ValueError(f"size is {size!r}, expected one of {', '.join(sizes)}")
@@ -157,7 +157,7 @@ def u_graph(config: UConfig, stages: int) -> StageGraph:
     """The chain, and a skip for every level whose down and up are in different stages.
 
     >>> print(u_graph(UConfig(levels=2), 4))
-    4 stages: 0->1 x, 0->3 skip0, 1->2 x, 1->3 skip1, 2->3 x
+    4 stages: 0->1 x, 0->3 skip0, 1->2 skip1, 1->2 x, 2->3 x
     """
     place = {number: stage for stage, numbers in enumerate(_cut(config, stages)) for number in numbers}
     edges = [Edge(stage, stage + 1) for stage in range(stages - 1)]
