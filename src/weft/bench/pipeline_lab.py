@@ -15,7 +15,7 @@ from weft import tracing
 from weft.bench.harness import Case, Measurement
 from weft.bench.pipeline_cases import PipelineCase
 from weft.bench.pipeline_models import Model, build, forward_one, torch_step
-from weft.bench.ranks import measure_ranks, slowest
+from weft.bench.ranks import measure_ranks, slowest, traced
 from weft.cluster import Cluster
 from weft.lab import Rank
 from weft.layout import Layout, Mesh, Replicate
@@ -101,10 +101,10 @@ def measure_case(rank: Rank, case: PipelineCase, gbps: float, rounds: int) -> Ou
         measured = measure_ranks(Case(case.name, steps, labels), rank, rounds)
         for name, simulation in simulations.items():
             _check_peaks(pipes[name], simulation)
-        happened = _trace(steps["eager"]).gather(group=rank.group)
+        happened = traced(steps["eager"], rank)
     predicted = {name: simulation.seconds for name, simulation in simulations.items()}
     expected = Timeline(simulations["eager"].timeline.events, name="predicted")
-    return Outcome(measured, predicted, (expected, Timeline(happened.events, name="measured")))
+    return Outcome(measured, predicted, (expected, happened))
 
 
 def _pipeline(case: PipelineCase, model: Model, system: System, rank: Rank, gbps: float) -> Pipeline:
@@ -183,7 +183,10 @@ def _transfer_seconds(case: PipelineCase, model: Model, edge: Edge, system: Syst
 def _stage_seconds(case: PipelineCase, step: Step, rank: Rank) -> dict[Kind, tuple[float, ...]]:
     """The median of each kind of action on each stage, the slowest device's: from one traced step."""
     seconds: dict[Kind, list[float]] = {kind: [] for kind in Kind}
-    for event in _trace(step).timeline.events:
+    slowest(0.0)
+    with tracing.trace() as trace:
+        step()
+    for event in trace.timeline.events:
         if event.kind == "compute":
             seconds[Action.parse(event.name).kind].append(event.end - event.start)
     medians = torch.zeros(len(Kind), case.stages, dtype=torch.float64)
@@ -191,10 +194,3 @@ def _stage_seconds(case: PipelineCase, step: Step, rank: Rank) -> dict[Kind, tup
         medians[row, rank.host] = statistics.median(seconds[kind]) if seconds[kind] else 0.0
     dist.all_reduce(medians, op=dist.ReduceOp.MAX)
     return {kind: tuple(medians[row].tolist()) for row, kind in enumerate(Kind)}
-
-
-def _trace(step: Step) -> tracing.Trace:
-    slowest(0.0)
-    with tracing.trace() as trace:
-        step()
-    return trace

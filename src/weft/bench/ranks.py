@@ -9,9 +9,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from weft import tracing
 from weft.bench import noise
-from weft.bench.harness import Agree, Case, Measurement, measure
+from weft.bench.harness import Agree, Case, Measurement, System, measure
 from weft.lab import Rank
+from weft.timeline import Timeline
 
 
 class _Still:
@@ -34,6 +36,14 @@ def measure_ranks(case: Case, rank: Rank, rounds: int, *, agree: Agree = slowest
     meter = noise.Meter(root=os.getppid()) if rank.rank == 0 else _Still()
     found = measure(case, rounds=rounds, meter=meter, agree=agree, max_retries=rounds // 2)
     return replace(found, case=replace(case, systems=dict.fromkeys(case.systems, _nothing)))
+
+
+def traced(call: System, rank: Rank) -> Timeline:
+    """One call on all ranks, on one clock."""
+    slowest(0.0)
+    with tracing.trace() as trace:
+        call()
+    return Timeline(trace.gather(group=rank.group).events, name="measured")
 
 
 def _nothing() -> None:

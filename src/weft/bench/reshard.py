@@ -19,7 +19,7 @@ from weft.bench.reshard_cases import CASES, QUICK_CASES, REPLICATE, ReshardCase,
 from weft.bench.reshard_lab import Outcome, StateOutcome, measure_case, measure_state
 from weft.lab import Cluster
 from weft.layout import Layout, Mesh
-from weft.report import Column, Headline, Report
+from weft.report import Column, Figure, Headline, Report
 from weft.reshard import STRATEGIES, plan_reshard
 
 NAME = "reshard"
@@ -58,6 +58,7 @@ def run(options: Options) -> Report:
             "prediction off: the largest of the strategies' |predicted / measured - 1|",
             "checkpoint: its files stay in this machine's memory and cross no card",
         ],
+        figures=[_figure(case, outcome) for case, outcome in zip(cases, outcomes, strict=True)],
     )
 
 
@@ -67,7 +68,14 @@ def demo() -> list[Headline]:
     outcome = _case(case, rounds=3)
     today, ours = outcome.measured.median("send_recv"), outcome.measured.median("optimal")
     what = f"reshard {case.name}, against send/recv"
-    return [Headline(what, today, ours, outcome.bound, "s", today / ours, outcome.measured.disturbed)]
+    figure = _figure(case, outcome)
+    return [Headline(what, today, ours, outcome.bound, "s", today / ours, outcome.measured.disturbed, [figure])]
+
+
+def _figure(case: ReshardCase, outcome: Outcome) -> Figure:
+    predicted, happened = outcome.timelines
+    note = f"{predicted.seconds:.3f} s predicted, {happened.seconds:.3f} s measured"
+    return Figure(f"optimal: {case.name}", (predicted, happened), [note])
 
 
 def _case(case: ReshardCase, *, rounds: int) -> Outcome:

@@ -16,24 +16,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.bench.harness import Case, Measurement
-from weft.bench.ranks import measure_ranks, slowest
+from weft.bench.ranks import measure_ranks, slowest, traced
 from weft.bench.reshard_peers import dcp_files, full_broadcast
 from weft.cluster import Cluster
 from weft.comm import Group
 from weft.lab import Rank
 from weft.layout import Box
 from weft.reshard import Executor, TensorSpec, plan_tensors
+from weft.timeline import Timeline
 
 TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What rank 0 reports: the measurement, the bound, and each strategy's prediction, in seconds."""
+    """What rank 0 reports: times, the bound, each strategy's prediction in seconds, and `optimal` as drawn.
+
+    timelines: as predicted, and as one run of all ranks was
+    """
 
     measured: Measurement
     bound: float
     predicted: Mapping[str, float]
+    timelines: tuple[Timeline, Timeline]
 
 
 @dataclass(frozen=True)
@@ -115,9 +120,12 @@ def measure_case(
             executor = stack.enter_context(Executor(plan, group))
             systems[name] = shards.timed(partial(executor.run, shards.src, shards.dst))
         measured = measure_ranks(Case("", systems), rank, rounds, agree=shards.agree)
+        happened = traced(systems["optimal"], rank)
     if rank.rank:
         return None
-    return Outcome(measured, plans[strategies[0]].lower_bound, {n: plan.seconds for n, plan in plans.items()})
+    plan = plans["optimal"]
+    timelines = (Timeline(plan.simulate().events, name="predicted"), happened)
+    return Outcome(measured, plan.lower_bound, {n: plan.seconds for n, plan in plans.items()}, timelines)
 
 
 def measure_state(
