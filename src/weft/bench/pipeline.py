@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from weft.bench.harness import Measurement, Options, track
 from weft.bench.pipeline_cases import PipelineCase, cases, quick_cases
-from weft.bench.pipeline_lab import PREDICTED, SYSTEMS, Outcome, measure_case, measure_sizes
+from weft.bench.pipeline_lab import ALL, SYSTEMS, TORCH, Outcome, measure_case, measure_sizes
 from weft.lab import Cluster
 from weft.report import Column, Figure, Headline, Report
 
@@ -24,7 +24,7 @@ _EAGER = ("eager", "eager_delay")
 
 COLUMNS = [
     Column("case", "model, stages x devices, share"),
-    Column("torch_ms", "torch 1F1B", form=".0f"),
+    Column(f"{TORCH}_ms", "torch 1F1B", form=".0f"),
     *(Column(f"{name}_ms", name.replace("_", "+"), form=".0f") for name in SYSTEMS if name != "signal_delay"),
     Column("vs_alpa", "eager vs alpa", form=".2f", bar=True),
     Column("vs_1f1b", "vs 1f1b", form=".2f"),
@@ -61,7 +61,7 @@ class Result:
 
     @property
     def errors(self) -> list[float]:
-        return [abs(self.outcome.predicted[name] / self.measured.median(name) - 1) for name in PREDICTED]
+        return [abs(self.outcome.predicted[name] / self.measured.median(name) - 1) for name in self.outcome.predicted]
 
     def row(self) -> dict[str, object]:
         return {
@@ -70,7 +70,7 @@ class Result:
             "vs_alpa": self.ratio("alpa"),
             "vs_synchronous": self.ratio("synchronous"),
             "vs_1f1b": self.ratio("1f1b"),
-            "vs_torch": self.ratio("torch"),
+            "vs_torch": self.ratio(TORCH),
             "signal_fraction": self.signal_fraction,
             "predict_error": statistics.median(self.errors),
         }
@@ -105,19 +105,19 @@ def run(options: Options) -> Report:
 
 def demo() -> list[Headline]:
     """The line of `weft demo`: a GPT over four hosts."""
-    result = _result(quick_cases()[0], 3)
+    result = _result(quick_cases()[0], 3, ("alpa", "eager", "eager_delay", "signal", "signal_delay"))
     today, ours = result.measured.median("alpa"), result.measured.median(result.best)
     bound = min(result.measured.median(s) for s in ("signal", "signal_delay"))
     what = f"pipeline step ({result.case.name}), against 1F1B"
     return [Headline(what, today, ours, bound, "s", today / ours, result.measured.disturbed, [result.figure()])]
 
 
-def _result(case: PipelineCase, rounds: int) -> Result:
+def _result(case: PipelineCase, rounds: int, systems: Sequence[str] = ALL) -> Result:
     with Cluster(case.stages, case.devices, None) as lab:
         sizes = lab.run(measure_sizes, case, timeout=_RUN_TIMEOUT)[0]
     gbps = sizes.edge_bytes * 8e-9 / (case.share * sizes.forward)
     with Cluster(case.stages, case.devices, gbps) as lab:
-        return Result(case, lab.run(measure_case, case, gbps, rounds, timeout=_RUN_TIMEOUT)[0])
+        return Result(case, lab.run(measure_case, case, gbps, rounds, systems, timeout=_RUN_TIMEOUT)[0])
 
 
 def summary(results: Sequence[Result]) -> dict[str, object]:
@@ -128,7 +128,7 @@ def summary(results: Sequence[Result]) -> dict[str, object]:
         found = [result.ratio("alpa") for result in half if result.case.model == model and result.case.emulated]
         return min(ratio for ratio in found if ratio is not None)
 
-    by_torch = [ratio for result in results if (ratio := result.ratio("torch")) is not None]
+    by_torch = [ratio for result in results if (ratio := result.ratio(TORCH)) is not None]
     return {
         "gpt_vs_alpa": worst("gpt"),
         "unet_vs_alpa": worst("u-transformer"),

@@ -39,6 +39,11 @@ class PipelineCase:
         return f"{self.model}, {self.stages} stages x {self.devices}, share {self.share:g}, {how}"
 
     @property
+    def has_skips(self) -> bool:
+        """Whether tensors pass stages by; torch's own pipelines have no such thing."""
+        return len(self.graph.edges) >= self.stages
+
+    @property
     def graph(self) -> StageGraph:
         """A chain, or the U's with its long skips, which emulated stages have as well."""
         return u_graph(U, self.stages) if self.model == "u-transformer" else chain(self.stages)
