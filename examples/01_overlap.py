@@ -3,7 +3,7 @@
     python examples/01_overlap.py
 
 Two hosts of the lab, each behind a card of 1 Gbit/s. Every linear layer of the block communicates while it computes;
-the parameters stay DTensors, so the optimiser is torch's own. The trace of one step is drawn at the end.
+the parameters stay DTensors, so the optimiser is torch's own. The trace of one step is drawn and summed up at the end.
 """
 
 from __future__ import annotations
@@ -86,17 +86,17 @@ def train(rank: Rank) -> tuple[list[float], str]:
         torch.distributed.all_reduce(total, group=rank.group)
         losses.append(total.item())
     assert isinstance(block.up.weight, DTensor)
-    return losses, str(trace.timeline)
+    return losses, f"{trace.timeline}\n\n{trace.summary()}"
 
 
 def main() -> None:
     alone = losses_of_one_process()
     with Cluster(hosts=2, devices=1, gbps=1.0) as cluster:
-        together, timeline = cluster.run(train, timeout=120.0)[0]
+        together, drawn = cluster.run(train, timeout=120.0)[0]
     print("step  one process  two hosts")
     for step in (0, 1, 5, 10, STEPS - 1):
         print(f"{step:4d}  {alone[step]:11.6f}  {together[step]:9.6f}")
-    print(f"\n{timeline}")
+    print(f"\n{drawn}")
     assert torch.allclose(torch.tensor(alone), torch.tensor(together), rtol=1e-4), "the losses are the same"
 
 

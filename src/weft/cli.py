@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from weft import embed_cli, plan_cli, tune_cli
+from weft import embed_cli, kernels_cli, plan_cli, tune_cli
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ trace_app = typer.Typer(no_args_is_help=True, help="Traces that weft.trace() has
 app.add_typer(lab_app, name="lab")
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_cli.app, name="plan")
+app.add_typer(kernels_cli.app, name="kernels")
 app.command("tune")(tune_cli.tune)
 app.command("embed")(embed_cli.embed)
 
@@ -155,11 +156,18 @@ def trace_show(
 
 
 @app.command()
-def demo() -> None:
-    """Show in a few minutes what weft gains on this machine: one table."""
+def demo(
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with timelines here.")] = None,
+) -> None:
+    """Show in a few minutes what weft gains on this machine: one table, and a page with timelines."""
+    from weft.bench import machine
     from weft.report.demo import collect
 
-    _console().print(collect(announce=lambda name: typer.echo(f"measuring {name} ...", err=True)))
+    _check_writable(html_file)
+    found = collect(announce=lambda name: typer.echo(f"measuring {name} ...", err=True))
+    _console().print(found.table())
+    if html_file is not None:
+        _write(html_file, found.html(machine=machine.describe()))
 
 
 def _console() -> Console:

@@ -215,19 +215,21 @@ def test_opcheck(grad):
     q, k, v = tensors(13, 13, grad=grad)
     bias, slopes = torch.randn(4, 7, requires_grad=grad), torch.rand(4)
     cu = batch.cu_seqlens
-    args = (q, k, v, cu, cu, slopes, bias, 0.3, -1, 0, "", 1, grad)
-    torch.library.opcheck(torch.ops.weft.attention.default, args)
+    seed = torch.tensor([7])
+    for dropout in (0.0, 0.2):
+        args = (q, k, v, cu, cu, slopes, bias, seed, 0.3, -1, 0, dropout, "", 1, grad)
+        torch.library.opcheck(torch.ops.weft.attention.default, args)
     qkv = torch.randn(13, 8, 16, requires_grad=grad)
     torch.library.opcheck(
-        torch.ops.weft.self_attention.default, (qkv, cu, slopes, bias, 0.3, -1, 0, 4, 2, "", 1, grad)
+        torch.ops.weft.self_attention.default, (qkv, cu, slopes, bias, seed, 0.3, -1, 0, 0.2, 4, 2, "", 1, grad)
     )  # fmt: skip
 
 
 def test_opcheck_of_gradients():
     cu, scoring = batch_of([4, 0, 9]).cu_seqlens, Scoring(0.3)
     q, k, v = tensors(13, 13)
-    out, lse = torch.ops.weft.attention(q, k, v, cu, cu, None, None, scoring.scale, -1, -1, "", 1, True)
-    args = (out, q, k, v, out, lse, cu, cu, None, None, 0.3, -1, -1, "", 1, False)
+    out, lse = torch.ops.weft.attention(q, k, v, cu, cu, None, None, None, scoring.scale, -1, -1, 0.0, "", 1, True)
+    args = (out, q, k, v, out, lse, cu, cu, None, None, None, 0.3, -1, -1, 0.0, "", 1, False)
     torch.library.opcheck(torch.ops.weft.attention_grad.default, args)
 
 
@@ -269,3 +271,17 @@ def test_wrong_arguments_are_named(change, message):
     scoring = Scoring(0.2, slopes=given_["slopes"], bias=given_["bias"])
     with pytest.raises(ValueError, match=message):
         attention(given_["q"], given_["k"], given_["v"], given_["cu"], given_["cu"], scoring)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("width", [7, 64, 80])
+def test_scratch_that_is_kept_brings_nothing_into_the_next_call(width, isa):
+    batch = batch_of([1, 3, 17, 130])
+    inputs = tensors(batch.tokens, batch.tokens, width=width, grad=True)
+    poison = [torch.full_like(t, float("nan")).requires_grad_() for t in inputs]
+    results = []
+    for given_ in (inputs, poison, inputs):
+        out = attention(*given_, batch.cu_seqlens, batch.cu_seqlens, Scoring(0.2, 9, -1), isa=isa)
+        results.append([out, *torch.autograd.grad(out.sum(), given_)])
+    for first, again in zip(results[0], results[2], strict=True):
+        assert torch.equal(first, again)

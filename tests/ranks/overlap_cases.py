@@ -21,7 +21,8 @@ class Case:
         size, rank = group.size(), group.rank()
         self.op = dice.choice([Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_TO_ALL])
         self.group, self.dtype = group, dtype
-        self.m, self.n, k = dice.randint(0, 90), dice.randint(1, 150), dice.randint(1, 80)
+        most = (600, 500, 300) if dice.random() < 0.1 else (90, 150, 80)
+        self.m, self.n, k = dice.randint(0, most[0]), dice.randint(1, most[1]), dice.randint(1, most[2])
         own = torch.Generator().manual_seed(1000 * seed + rank)
         shared = torch.Generator().manual_seed(seed)
         shards = chunk_bounds(self.m, size)
@@ -80,15 +81,18 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
     return got.shape == want.shape and bool(((got.float() - want.float()).abs() <= tolerance * scale).all())
 
 
-def random_calls(seeds: list[int]) -> int:
-    """Each case sequentially, in plain torch, with two random plans and with the group's own; gradients too."""
+def random_calls(seeds: list[int], group: dist.ProcessGroup | None = None) -> int:
+    """Each case sequentially, with two random plans and with the group's own, and in plain torch; gradients too.
+
+    Returns the number of calls, 4 a case, each with its backward pass.
+    """
     for seed in seeds:
         dtype = torch.bfloat16 if seed % 4 == 3 else torch.float32
-        case = Case(seed, dist.group.WORLD, dtype)
+        case = Case(seed, dist.group.WORLD if group is None else group, dtype)
         want = case.run(overlap, plan=case.sequential())
         for number, (got, twin) in enumerate(zip(want, case.run(reference), strict=True)):
             assert close(got, twin), (seed, case.op, number, (got.float() - twin.float()).abs().max())
         for plan in (*case.plans, None):
             for number, (got, same) in enumerate(zip(case.run(overlap, plan=plan), want, strict=True)):
                 assert torch.equal(got, same), (seed, str(plan), number)
-    return len(seeds)
+    return 4 * len(seeds)

@@ -30,11 +30,22 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_random_calls_give_the_same_bits_as_the_sequential_plan(ranks: int) -> None:
-    """60 or so cases of 4 calls each for each size of group: about 1,000 calls, with as many backward passes."""
-    seeds = list(range(1000 * ranks, 1000 * ranks + 64))
-    assert run_ranks(random_calls, ranks, seeds, timeout=200.0) == [64] * ranks
+def a_thousand_calls() -> int:
+    """Cases of 4 calls each, on groups of 1 to 4 ranks in turn: all in one run of the same four processes."""
+    groups = [dist.new_group(list(range(size))) for size in (1, 2, 3, 4)]
+    calls = 0
+    for round_number in range(7):
+        for group in groups:
+            if dist.get_rank() < (size := group.size() if group != dist.GroupMember.NON_GROUP_MEMBER else 0):
+                seeds = [1000 * size + 10 * round_number + i for i in range(9)]
+                calls += random_calls(seeds, group)
+    return calls
+
+
+def test_a_thousand_random_calls_give_the_same_bits_as_the_sequential_plan() -> None:
+    calls = run_ranks(a_thousand_calls, 4, timeout=280.0)
+    assert calls == [4 * 7 * 9 * groups for groups in (4, 3, 2, 1)]
+    assert calls[0] >= 1000
 
 
 # Torch ------------------------------------------------------------------------------------------------------
@@ -73,10 +84,29 @@ def check_with_torch() -> None:
         torch.library.opcheck(torch.ops.weft.matmul_reduce, (a, b, None, bias, op.value, 40, "", name, ""))
     to = torch.arange(24) % 2
     torch.library.opcheck(torch.ops.weft.matmul_all_to_all, (a, b, None, bias, to, 24, 40, "", name, ""))
+    torch.library.opcheck(torch.ops.weft.replicated_matmul, (a, b, None, bias, 40, "", name))
 
 
 def test_compile_opcheck_and_modes() -> None:
     run_ranks(check_with_torch, 2, timeout=200.0)
+
+
+def twice() -> None:
+    """Second derivatives are an error on every rank, never a silent part of the truth."""
+    group = world()
+    to = torch.arange(8) % group.size()
+    for op in OPS:
+        x, w = torch.randn(8, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+        extra = (to,) if op == "matmul_all_to_all" else ()
+        y = getattr(overlap, op)(x, w, *extra, group=group)
+        dx, dw = torch.autograd.grad(y.square().sum(), (x, w), create_graph=True)
+        with pytest.raises(NotImplementedError, match="gradients of gradients"):
+            (dx.square().sum() + dw.square().sum()).backward()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_second_derivatives_are_refused(ranks: int) -> None:
+    run_ranks(twice, ranks)
 
 
 def pack_once() -> None:
@@ -98,18 +128,71 @@ def test_a_weight_is_packed_again_when_it_changes() -> None:
     run_ranks(pack_once, 2)
 
 
-def traced() -> tuple[list[str], float]:
+def traced() -> None:
     group = world()
+    x, w = torch.randn(64, 32), torch.randn(48, 32, requires_grad=True)
     with weft.trace() as t:
-        overlap.matmul_reduce_scatter(torch.randn(64, 32), torch.randn(48, 32), group=group)
-    return sorted({e.lane for e in t.timeline.events}), t.summary().total.compute
+        for _ in range(3):
+            overlap.matmul_reduce_scatter(x, w, group=group).sum().backward()
+    assert {"compute", "comm"} <= {e.lane for e in t.timeline.events}
+    summary = t.summary()
+    assert summary.total.compute > 0
+    forward, backward = summary.calls
+    assert (forward.what, backward.what) == (
+        "matmul_reduce_scatter 64 x 48 x 32 float32",
+        "all_gather_matmul 64 x 32 x 48 float32",
+    )
+    assert forward.count == backward.count == 3
+    for call in t.calls:
+        assert call.baseline is not None
+        assert call.ect == call.seconds - call.baseline.matmul_seconds
+        assert 0 < call.bound_fraction < 1
+        assert call.e_overlap is not None
+        assert {e.kind for e in call.timeline.events} >= {"compute"}
+        assert all(e.name.startswith(call.what.split()[0]) for e in call.timeline.events)
+        assert overlap.OverlapPlan.parse(call.plan).m == 64
+        assert {e.place for e in call.predicted().events} == {"rank 0", "rank 1"}
+    assert sum(len(call.timeline.events) for call in t.calls) == len(t.timeline.events)
+    assert "E_overlap" in str(summary)
 
 
-def test_a_trace_shows_the_call() -> None:
-    for lanes, compute in run_ranks(traced, 2):
-        assert "compute" in lanes
-        assert "comm" in lanes
-        assert compute > 0
+def test_a_trace_shows_every_call_with_its_figures() -> None:
+    run_ranks(traced, 2)
+
+
+def traced_with_given_plans() -> None:
+    """Nobody has measured anything: the call is there, its figures are not, until someone does."""
+    group = world()
+    plan = OverlapPlan(Op.ALL_REDUCE, 8, 8, 8, "float32", context_of(group).hosts)
+    for judged in (False, True):
+        with weft.trace() as t:
+            overlap.matmul_all_reduce(torch.ones(8, 8), torch.ones(8, 8), group=group, plan=plan)
+        (call,) = t.calls
+        assert (call.e_overlap is not None, call.predicted is not None) == (judged, judged)
+        overlap.curves_of(group)
+
+
+def test_calls_with_given_plans_are_judged_once_curves_are_known() -> None:
+    run_ranks(traced_with_given_plans, 2)
+
+
+def planned() -> list[str]:
+    group = world()
+    plan = weft.plan_overlap("matmul_all_reduce", 96, 64, 32, dtype=torch.bfloat16, group=group)
+    assert plan.simulate(overlap.curves_of(group)).seconds > 0
+    x, w = torch.ones(96, 32, dtype=torch.bfloat16), torch.ones(64, 32, dtype=torch.bfloat16)
+    with weft.trace() as t:
+        overlap.matmul_all_reduce(x, w, group=group)
+    assert OverlapPlan.parse(t.calls[0].plan) == plan, "a call without a plan follows the same one"
+    odd = 48 if group.rank() else 96
+    with pytest.raises(PeerMismatch, match="m=48"):
+        weft.plan_overlap("matmul_all_reduce", odd, 64, 32, group=group)
+    return [str(plan)]
+
+
+def test_a_plan_of_a_group_is_what_its_calls_follow() -> None:
+    first, second = run_ranks(planned, 2)
+    assert first == second
 
 
 # Groups and threads -----------------------------------------------------------------------------------------

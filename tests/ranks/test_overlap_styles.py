@@ -9,7 +9,12 @@ from harness import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 from weft import overlap
@@ -103,7 +108,7 @@ def layouts_and_modes() -> None:
     alone = Mlp(bias=False)
     x = torch.randn(10, WIDTH)
     want = alone.down(F.gelu(alone.up(x)))
-    plan = {"up": ColwiseOverlap(sequence_dim=0), "down": RowwiseOverlap(output_layouts=Replicate())}
+    plan = {"up": ColwiseOverlap(input_layouts=Shard(0)), "down": RowwiseOverlap(output_layouts=Replicate())}
     torch.manual_seed(0)
     sharded = parallelize_module(Mlp(bias=False), mesh, plan)
     got = sharded.down(F.gelu(sharded.up(x.chunk(2)[rank])))
@@ -128,6 +133,43 @@ def layouts_and_modes() -> None:
 
 def test_layouts_and_compiled_layers() -> None:
     run_ranks(layouts_and_modes, 2, timeout=120.0)
+
+
+def replicated_input() -> None:
+    """As users of ColwiseParallel have it: every rank holds x, and its gradient is the sum over ranks."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (size,))
+    torch.manual_seed(0)
+    alone = Mlp()
+    target = torch.randn(3, 7, WIDTH)
+    x = torch.randn(3, 7, WIDTH)
+    made = []
+    for styles_of in (
+        {"up": ColwiseOverlap(input_layouts=Replicate()), "down": RowwiseOverlap(output_layouts=Replicate())},
+        {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    ):
+        torch.manual_seed(0)
+        made.append(parallelize_module(Mlp(), mesh, styles_of))
+    inputs = [x.clone().requires_grad_() for _ in range(3)]
+    for module, each in zip((alone, *made), inputs, strict=True):
+        F.mse_loss(module(each), target).backward()
+    for module, each in zip(made, inputs[1:], strict=True):
+        torch.testing.assert_close(each.grad, inputs[0].grad)
+        for name, parameter in module.named_parameters():
+            grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            torch.testing.assert_close(grad, alone.get_parameter(name).grad)
+    losses = train(made[0], x, target, 1.0)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(train(alone, x, target, 1.0)), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        whole = distribute_tensor(x, mesh, [Replicate()])
+        torch.testing.assert_close(made[0].up(whole), alone.up(x).chunk(size, dim=2)[rank], rtol=1e-2, atol=1e-3)
+        compiled = torch.compile(made[0].up, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), made[0].up(x))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_replicated_input(ranks: int) -> None:
+    run_ranks(replicated_input, ranks, timeout=120.0)
 
 
 def refusals() -> None:

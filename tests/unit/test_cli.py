@@ -256,7 +256,7 @@ def test_lab_check_fails_when_a_link_is_off(monkeypatch: pytest.MonkeyPatch, mea
 
 
 def test_the_demo_has_a_row_for_each_headline_and_a_note_for_a_missing_lab(
-    monkeypatch: pytest.MonkeyPatch, toy: list[Options]
+    monkeypatch: pytest.MonkeyPatch, toy: list[Options], tmp_path: Path
 ) -> None:
     def no_lab() -> list[Headline]:
         raise LabUnavailable("this machine has no namespaces")
@@ -267,6 +267,10 @@ def test_the_demo_has_a_row_for_each_headline_and_a_note_for_a_missing_lab(
     assert ["toy", "2", "ms", "1", "ms", "-", "2.00"] in [line.split() for line in result.stdout.splitlines()]
     assert "links: this machine has no namespaces" in result.stdout
     assert result.stderr.splitlines() == ["measuring links ...", "measuring toy ..."]
+    page = tmp_path / "demo.html"
+    result = runner.invoke(app, ["demo", "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    assert "links: this machine has no namespaces" in page.read_text(encoding="utf-8")
 
 
 def test_the_demo_shows_the_worst_link(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from weft.overlap import (
     memory,
     outgoing,
     plan,
+    planning,
     predict,
     sums,
     tiles,
@@ -31,7 +32,7 @@ from weft.overlap.sums import add_parts, add_terms
 from weft.overlap.tiles import Axis, chunk_bounds, cut_cols, cut_points, cut_rows, rows_by_destination
 from weft.overlap.topology import Topology, nested
 
-MODULES = [choose, curves, memory, outgoing, plan, predict, sums, tiles, topology]
+MODULES = [choose, curves, memory, outgoing, plan, planning, predict, sums, tiles, topology]
 
 
 @pytest.mark.parametrize("module", MODULES)

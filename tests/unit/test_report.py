@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from weft.report import Column, Headline, Report, Table, timeline_page, timeline_svg
+from weft.report import Column, Figure, Headline, Report, Table, timeline_page, timeline_svg
+from weft.report.demo import Demo
 from weft.report.demo import table as demo_table
 from weft.timeline import KINDS, Baseline, Event, Timeline
 
@@ -214,6 +215,20 @@ def test_the_page_of_timelines_has_their_summaries_and_stands_alone() -> None:
     assert "prefers-color-scheme: dark" in page
 
 
-@pytest.mark.parametrize("module", ["report.drawing", "report.result", "report.table", "doctor"])
+def test_figures_stand_under_the_tables_of_a_report_and_of_the_demo() -> None:
+    figure = Figure(NASTY, timelines(), notes=["a note on it"])
+    line = Headline("linear", today=1.5, weft=1.0, bound=None, unit="ms", ratio=1.5, figures=[figure])
+    whole = Report("gemm", rows=ROWS, summary={}, columns=COLUMNS, figures=[figure])
+    assert list(whole.document(machine={})) == ["benchmark", "machine", "rows", "summary"], "figures are for people"
+    for text in (whole.html(machine={"cores": 2}), Demo([line], ["no lab here"]).html(machine={"cores": 2})):
+        tags = assert_stands_alone(text)
+        assert [tag for tag, _ in tags.seen].count("script") == 1, "only our own"
+        assert [tag for tag, _ in tags.seen].count("svg") == 1
+        assert text.index("</table>") < text.index("<svg")
+        assert text.index("predicted</text>") < text.index("measured</text>")
+        assert "a note on it" in text
+
+
+@pytest.mark.parametrize("module", ["report.drawing", "report.figure", "report.result", "report.table", "doctor"])
 def test_the_examples_in_the_docstrings_are_right(module: str) -> None:
     assert doctest.testmod(importlib.import_module(f"weft.{module}")).failed == 0

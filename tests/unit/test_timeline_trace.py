@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weft import tracing
-from weft.timeline import Timeline
+from weft.timeline import Baseline, Timeline
 
 
 def test_a_trace_records_spans_and_added_events(tmp_path: Path) -> None:
@@ -121,3 +121,28 @@ def test_an_event_that_comes_late_is_kept() -> None:
         pass
     t.add("send", "late", lane="comm", start=0.0, end=1.0)
     assert [e.name for e in t.timeline.events] == ["late"]
+
+
+def test_a_call_has_its_own_events_and_the_traces_around_it_too() -> None:
+    asked = []
+
+    def baseline() -> Baseline:
+        asked.append(1)
+        return Baseline(1.0, 3.0, 2.0, 2.0)
+
+    with tracing.trace() as outer, tracing.trace() as inner:
+        first, unfinished = inner.call("matmul 8 x 8", baseline=baseline), inner.call("other")
+        first.add("compute", "tiles", lane="compute", start=0.0, end=1.0)
+        unfinished.add("send", "rows", lane="comm", start=0.0, end=1.0)
+        first.end()
+    assert asked == [], "nobody has looked yet"
+    for trace in (outer, inner):
+        (call,) = trace.calls
+        assert [e.name for e in call.timeline.events] == ["matmul: tiles"]
+        assert {e.name for e in trace.timeline.events} == {"matmul: tiles", "other: rows"}
+        assert call.ect == call.seconds - 1.0
+        (row,) = trace.summary().calls
+        assert (row.what, row.count, row.seconds) == ("matmul 8 x 8", 1, call.seconds)
+        table = trace.summary().call_table()
+        assert len(table[0]) == len(table[1])
+    assert tracing.Trace().summary().call_table() == []

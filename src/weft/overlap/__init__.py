@@ -1,10 +1,10 @@
 """Matmuls that communicate while they compute."""
 
-from weft.overlap.choose import plan_overlap
 from weft.overlap.curves import Curve, Curves
 from weft.overlap.functional import all_gather_matmul, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
 from weft.overlap.linear import ColwiseOverlap, RowwiseOverlap
 from weft.overlap.plan import Op, OverlapPlan, Transport
+from weft.overlap.planning import curves_of, plan_overlap
 from weft.overlap.tune import Shape, tune, use_tuned
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Shape",
     "Transport",
     "all_gather_matmul",
+    "curves_of",
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from weft import tracing
 from weft.kernels import PackedWeight, Rows, linear
 from weft.kernels.dispatch import kernels_for
 from weft.overlap.context import Call, Context
@@ -38,7 +40,7 @@ class Asked:
 def resolve(context: Context, call: Call, asked: Asked) -> tuple[OverlapPlan, str]:
     """The plan to follow, and what all ranks must say alike. Collective when the group has no plan yet."""
     if asked.plan:
-        plan = _checked(OverlapPlan.parse(asked.plan), context, asked)
+        plan = _checked(_parsed(asked.plan), context, asked)
         return plan, call_text(plan, bias=asked.bias)
     shape = (asked.op, asked.m, asked.n, asked.k, asked.dtype_name)
     plan_or_none = context.planner.known(*shape)
@@ -50,13 +52,19 @@ def resolve(context: Context, call: Call, asked: Asked) -> tuple[OverlapPlan, st
     return plan_or_none, call_text(plan_or_none, bias=asked.bias)
 
 
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> OverlapPlan:
+    return OverlapPlan.parse(text)
+
+
 def _checked(plan: OverlapPlan, context: Context, asked: Asked) -> OverlapPlan:
     if plan.op is not asked.op or plan.hosts != context.hosts or plan.dtype != asked.dtype_name:
         raise ValueError(
             f"the plan is for {plan.op.value} in {plan.dtype} on hosts {plan.hosts}, expected {asked.op.value} in "
             f"{asked.dtype_name} on hosts {context.hosts}; plan_overlap makes one for this group"
         )
-    return plan.fit(m=asked.m, n=asked.n, k=asked.k)
+    fits = (plan.m, plan.n, plan.k) == (asked.m, asked.n, asked.k)
+    return plan if fits else plan.fit(m=asked.m, n=asked.n, k=asked.k)
 
 
 def _empty(like: Tensor, rows: int, cols: int) -> Tensor:
@@ -73,9 +81,9 @@ def gather_matmul(
     x = row_major(x)
     with context.call() as call:
         asked = Asked(Op.ALL_GATHER, m, weight.n, weight.k, x.dtype, plan, bias is not None)
-        run = IncomingCall(context, call, *resolve(context, call, asked), dtype=x.dtype)
-        run.prepare()
-        run.run(x, weight, out=y, bias=bias, gathered=gathered if keep else None)
+        with IncomingCall(context, call, *resolve(context, call, asked), dtype=x.dtype) as run:
+            run.prepare()
+            run.run(x, weight, out=y, bias=bias, gathered=gathered if keep else None)
     return y, gathered
 
 
@@ -94,15 +102,16 @@ def matmul_scatter(
     x = row_major(x)
     with context.call() as call:
         asked = Asked(op, m, weight.n, weight.k, x.dtype, plan, bias is not None)
-        run = OutgoingCall(context, call, *resolve(context, call, asked), dtype=x.dtype)
-        y = _empty(x, run.prepare(), weight.n)
-        run.run(x, weight, out=y, bias=bias, meanwhile=meanwhile)
+        with OutgoingCall(context, call, *resolve(context, call, asked), dtype=x.dtype) as run:
+            y = _empty(x, run.prepare(), weight.n)
+            run.run(x, weight, out=y, bias=bias, meanwhile=meanwhile)
     return y
 
 
 def _exchange_counts(context: Context, call: Call, destinations: Tensor) -> Counts:
+    what = f"{Op.ALL_TO_ALL.value}: the number of rows"
     mine = torch.bincount(destinations, minlength=context.size)
-    return tuple(map(tuple, context.agreement.gather(mine, deadline=call.deadline)))
+    return tuple(map(tuple, context.agreement.gather(mine, deadline=call.deadline, what=what)))
 
 
 def matmul_scatter_rows(
@@ -113,14 +122,14 @@ def matmul_scatter_rows(
     with context.call() as call:
         asked = Asked(Op.ALL_TO_ALL, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None)
         found, text = resolve(context, call, asked)
-        run = OutgoingCall(context, call, found, text, dtype=x.dtype)
-        run.meet()  # sizes are exchanged first, so there is nothing to do meanwhile
-        counts = _exchange_counts(context, call, destinations)
-        y = _empty(x, run.prepare(counts), weight.n)
-        rows: Tensor | Rows = x
-        if x.shape[0]:
-            rows = Rows.stack([x]).gather(torch.argsort(destinations, stable=True))
-        run.run(rows, weight, out=y, bias=None, kernel_bias=bias)
+        with OutgoingCall(context, call, found, text, dtype=x.dtype) as run:
+            run.meet()  # sizes are exchanged first, so there is nothing to do meanwhile
+            counts = _exchange_counts(context, call, destinations)
+            y = _empty(x, run.prepare(counts), weight.n)
+            rows: Tensor | Rows = x
+            if x.shape[0]:
+                rows = Rows.stack([x]).gather(torch.argsort(destinations, stable=True))
+            run.run(rows, weight, out=y, bias=None, kernel_bias=bias)
     return y, torch.tensor(counts)
 
 
@@ -135,13 +144,14 @@ def gather_rows_matmul(context: Context, x: Tensor, weight: PackedWeight, counts
     x = row_major(x)
     with context.call() as call:
         asked = Asked(Op.GATHER_BACK, m, weight.n, weight.k, x.dtype, "", bias=False)
-        run = IncomingCall(context, call, *resolve(context, call, asked), dtype=x.dtype)
-        run.prepare(table)
-        run.run(x, weight, out=y, bias=None, gathered=gathered)
+        with IncomingCall(context, call, *resolve(context, call, asked), dtype=x.dtype) as run:
+            run.prepare(table)
+            run.run(x, weight, out=y, bias=None, gathered=gathered)
     return y, gathered
 
 
 def alone(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """The op of a group of one rank."""
-    with torch.no_grad():
+    flops = 2.0 * x.shape[0] * weight.n * weight.k
+    with torch.no_grad(), tracing.span("compute", "the matmul of a single rank", lane="compute", flops=flops):
         return linear(x.detach(), PackedWeight(weight.data, weight.n, weight.k, weight.isa), bias=bias)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from weft.overlap.curves import Curves
 from weft.overlap.plan import Op, OverlapPlan, Transport
-from weft.overlap.predict import best_groups, bound, predict, predict_sequential
-from weft.overlap.simulate import simulate
-from weft.overlap.tiles import Axis, cut_points
+from weft.overlap.predict import best_groups, bound, predict
+from weft.overlap.refine import refine, simulated_seconds
+from weft.overlap.tiles import Axis
 from weft.overlap.topology import Topology
 from weft.overlap.work import work_of
 
 # A plan must promise this much over the sequential one: less is within the error of prediction.
-_WORTH = 0.98
+_WORTH = 0.985
 _TILE_N = 512
-_EVEN_GROUPS = (2, 4, 8, 16)
 
 
-def plan_overlap(
+def choose_plan(
     op: Op | str,
     m: int,
     n: int,
@@ -37,7 +35,7 @@ def plan_overlap(
 
     >>> from weft.overlap.curves import Curve
     >>> curves = Curves(Curve.of_link(bytes_per_second=1e8, latency=2e-4), 8e10, 1e10, 2e-10, 1e-4)
-    >>> plan = plan_overlap("matmul_reduce_scatter", 2048, 3072, 768, dtype="float32", hosts=(0, 1), curves=curves)
+    >>> plan = choose_plan("matmul_reduce_scatter", 2048, 3072, 768, dtype="float32", hosts=(0, 1), curves=curves)
     >>> plan.sequential
     False
     """
@@ -57,42 +55,29 @@ class Prediction:
 
 
 def predict_plan(plan: OverlapPlan, curves: Curves) -> Prediction:
-    """What the recurrence says of a plan."""
+    """What simulations say of a plan, and of the same plan without overlap."""
     work = work_of(plan, curves)
-    if _in_two_steps(plan):
-        sequential = simulate(replace(plan, groups=()), curves).seconds
-        overlapped = simulate(plan, curves).seconds
-    else:
-        overlapped = sequential = predict_sequential(work, curves)
-        if not plan.sequential and work.units:
-            overlapped = predict(work, scaled_groups(plan.groups, work.units), curves)
+    sequential = simulated_seconds(replace(plan, groups=()), curves)
+    overlapped = sequential if plan.sequential else simulated_seconds(plan, curves)
     return Prediction(work.compute, curves.wire(sum(work.nbytes)), sequential, overlapped, bound(work, curves))
 
 
-def _in_two_steps(plan: OverlapPlan) -> bool:
-    """Whether what arrives is sent on, which the recurrence knows nothing of: an all-reduce of more than two hosts."""
-    return plan.op is Op.ALL_REDUCE and plan.topology.count > 2
-
-
-def scaled_groups(groups: Sequence[int], units: int) -> tuple[int, ...]:
-    """Relative sizes as sizes that add up to `units`."""
-    return tuple(b - a for a, b in pairwise(cut_points(units, groups)))
-
-
 def ranked_plans(base: OverlapPlan, curves: Curves) -> list[OverlapPlan]:
-    """Candidates from the best predicted one on, each with its reason; the sequential plan is always among them."""
-    sequential = replace(base, groups=())
-    seconds = predict_plan(sequential, curves).sequential
+    """Candidates from the best predicted one on, each with its reason; the sequential plan is always among them.
+
+    The recurrence proposes, simulations decide: `predicted` is what a simulation says.
+    """
     if Topology(base.hosts).count == 1 and base.transport is Transport.WINDOWS:
-        return _without_wire(base, seconds)
+        return _without_wire(base, predict_plan(replace(base, groups=()), curves).sequential)
+    shapes = list(_shapes(base))
+    seconds, sequential = min(
+        ((simulated_seconds(plan, curves), plan) for plan in (replace(s, groups=()) for s in (base, *shapes))),
+        key=lambda pair: pair[0],
+    )
     found = []
-    for candidate in _shapes(base):
-        for groups in _groupings(candidate, curves):
-            plan = replace(candidate, groups=groups)
-            predicted = predict_plan(plan, curves).overlapped
-            why = f"{predicted * 1e3:.3g} ms predicted, {seconds * 1e3:.3g} ms sequentially"
-            found.append(replace(plan, predicted=predicted, reason=why))
-    found.sort(key=lambda p: p.predicted or 0.0)
+    for predicted, plan in refine(_proposals(shapes, curves), curves):
+        why = f"{predicted * 1e3:.3g} ms predicted, {seconds * 1e3:.3g} ms sequentially"
+        found.append(replace(plan, predicted=predicted, reason=why))
     why_not = "there is nothing to overlap" if not found else (
         f"overlap would take {(found[0].predicted or 0.0) * 1e3:.3g} ms, {seconds * 1e3:.3g} ms without"
     )  # fmt: skip
@@ -101,14 +86,17 @@ def ranked_plans(base: OverlapPlan, curves: Curves) -> list[OverlapPlan]:
     return [*worth, sequential, *(p for p in found if p not in worth)]
 
 
-def _groupings(plan: OverlapPlan, curves: Curves) -> list[tuple[int, ...]]:
-    """The best partition; or, where the recurrence does not hold, some even ones to choose from."""
-    work = work_of(plan, curves)
-    if work.units < 2 or not any(work.nbytes):
-        return []
-    if _in_two_steps(plan):
-        return [(1,) * groups for groups in _EVEN_GROUPS if groups <= work.units]
-    return [best_groups(work, curves)]
+def _proposals(shapes: Sequence[OverlapPlan], curves: Curves) -> list[tuple[OverlapPlan, int]]:
+    """The recurrence's best partition of each shape and its number of units, the best predicted one first."""
+    found = []
+    for shape in shapes:
+        work = work_of(shape, curves)
+        # A single chunk that is received still hides behind the rows that are there.
+        if work.units and any(work.nbytes) and (work.units > 1 or shape.op.gathers):
+            groups = best_groups(work, curves)
+            found.append((predict(work, groups, curves), replace(shape, groups=groups), work.units))
+    found.sort(key=lambda proposal: proposal[0])
+    return [(plan, units) for _, plan, units in found]
 
 
 def _without_wire(base: OverlapPlan, seconds: float) -> list[OverlapPlan]:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from weft.comm import Group
 from weft.comm.deadline import Deadline
 from weft.errors import PeerMismatch, WeftError
-from weft.overlap.agreement import Agreement
+from weft.overlap.agreement import Agreement, Posted
 from weft.overlap.memory import Bank, Need
 from weft.overlap.planner import Planner
 from weft.overlap.weights import WeightCache
@@ -38,10 +38,11 @@ _lock = threading.Lock()
 
 @dataclass
 class Call:
-    """One call in progress: its bank, its deadline, and whether all ranks are known to be here."""
+    """One call in progress: its bank and deadline, what was told to the others, whether all are known to be here."""
 
     bank: Bank
     deadline: Deadline
+    posted: Posted | None = None
     agreed: bool = False
 
 
@@ -73,12 +74,14 @@ class Context:
             bank = self._banks[self._calls % 2]
             # Before the ranks meet: whoever has met this rank may read its counters, or add to them.
             bank.counters(self.rank).reset()
+            call = Call(bank, Deadline.after(self.group.timeout))
             try:
-                yield Call(bank, Deadline.after(self.group.timeout))
-            except (PeerMismatch, ValueError):
-                raise  # before any byte moved, and on all ranks or before the meeting
+                yield call
+            except PeerMismatch:
+                raise  # on all ranks, and before any byte moved
             except BaseException as error:
-                self._failure = f"{type(error).__name__}: {error}"
+                if not isinstance(error, ValueError) or call.posted is not None or call.agreed:
+                    self._failure = f"{type(error).__name__}: {error}"
                 raise
 
     def reserve(self, call: Call, need: Need, text: str) -> None:
@@ -87,10 +90,17 @@ class Context:
             self.meet(call, text)
             call.bank.grow(need)
 
+    def post(self, call: Call, text: str) -> None:
+        """Tells all ranks what this one will do; `meet` hears from them."""
+        if not call.agreed and call.posted is None:
+            call.posted = self.agreement.post(text)
+
     def meet(self, call: Call, text: str) -> None:
         """Returns when all ranks are known to do what `text` says; at once when they are already."""
         if not call.agreed:
-            self.agreement.meet(text, deadline=call.deadline)
+            self.post(call, text)
+            assert call.posted is not None
+            self.agreement.confirm(call.posted, deadline=call.deadline)
             call.agreed = True
 
 

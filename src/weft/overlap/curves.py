@@ -7,6 +7,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from weft.cluster import Cluster
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -51,6 +53,8 @@ class Curves:
     add_bytes:      bytes a second of partial results that a rank adds up, or copies
     cpu_per_byte:   CPU seconds that a message takes from the matmul, for each byte sent and as much received
     call_overhead:  seconds from the call to the first tile, and after the last
+    cpu_per_message:  CPU seconds that a message takes from the matmul, however small it is
+    handover:       seconds that it takes to give work to another thread and to hear that it is done
     """
 
     wire: Curve
@@ -58,6 +62,20 @@ class Curves:
     add_bytes: float
     cpu_per_byte: float
     call_overhead: float
+    cpu_per_message: float = 0.0
+    handover: float = 0.0
+
+    @classmethod
+    def of_cluster(cls, cluster: Cluster, *, flops: float, add_bytes: float = 1e10) -> Curves:
+        """What is declared instead of measured: the slowest card of the cluster, and the flops a second of one rank.
+
+        Messages take no CPU, and sums run at `add_bytes` bytes a second, about what one core reads from memory.
+
+        >>> Curves.of_cluster(Cluster.uniform(2, gbps=8.0), flops=1e11).wire(1e9) > 1.0
+        True
+        """
+        wire = Curve.of_link(bytes_per_second=float(min(cluster.rates)), latency=cluster.latency)
+        return cls(wire, flops, add_bytes, cpu_per_byte=0.0, call_overhead=cluster.latency)
 
     def to_json(self) -> str:
         """One line; `from_json` gives back an equal value."""
@@ -96,4 +114,6 @@ def slowest(curves: Sequence[Curves]) -> Curves:
         add_bytes=min(c.add_bytes for c in curves),
         cpu_per_byte=max(c.cpu_per_byte for c in curves),
         call_overhead=max(c.call_overhead for c in curves),
+        cpu_per_message=max(c.cpu_per_message for c in curves),
+        handover=max(c.handover for c in curves),
     )

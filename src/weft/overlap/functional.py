@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft.kernels import PackedWeight
-from weft.overlap import ops
+from weft.overlap import ops, ops_all_to_all
 from weft.overlap.plan import Op, OverlapPlan
 
 Weight = Tensor | PackedWeight
@@ -120,7 +120,8 @@ def matmul_all_to_all(
         if low < 0 or high >= group.size():
             raise ValueError(f"destinations are {low} to {high}, expected ranks of the group, 0 to {group.size() - 1}")
     promised = -1 if rows is None else rows
-    op = ops.run_matmul_all_to_all if _is_plain(x, weight, bias, destinations) else ops.matmul_all_to_all
+    plain = _is_plain(x, weight, bias, destinations)
+    op = ops_all_to_all.run_matmul_all_to_all if plain else ops_all_to_all.matmul_all_to_all
     y: Tensor = op(x, weight, packed, bias, destinations, promised, n, isa, group.group_name, _text(plan))[0]
     return y
 

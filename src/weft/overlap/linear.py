@@ -7,6 +7,7 @@ They stand in for `ColwiseParallel` and `RowwiseParallel` where activations betw
 sequence. Parameters are DTensors as there, so checkpoints, optimisers and gradient clipping work as they do.
 
     x [B, S_r, K]  --ColwiseOverlap-->  [B, S, N_r]         gathers rows while it multiplies
+    x [B, S, K]    --ColwiseOverlap(input_layouts=Replicate())-->   [B, S, N_r]     its gradient is an all-reduce
     x [B, S, K_r]  --RowwiseOverlap-->  [B, S_r, N]         scatters the sum of products while it multiplies
     x [B, S, K_r]  --RowwiseOverlap(output_layouts=Replicate())-->  [B, S, N]       all-reduce
 """
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from weft.kernels import PackedWeight
 from weft.overlap.functional import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from weft.overlap.ops_replicated import replicated_matmul
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,21 @@ class Layout:
 
 
 class ColwiseLinear(nn.Linear):
-    """A linear layer whose weight is sharded by rows of w, its input by sequence. `ColwiseOverlap` makes it."""
+    """A linear layer whose weight is sharded by rows of w, its input by sequence or not. `ColwiseOverlap` makes it."""
 
     overlap_layout: Layout
     packed_version: int
 
     def forward(self, input: Tensor) -> Tensor:
         layout = self.overlap_layout
-        assert layout.sequence is not None
+        bias = None if self.bias is None else _local(self.bias)
+        if layout.sequence is None:
+            x = _to_local(input, layout.mesh, Replicate())
+            y = replicated_matmul(x.reshape(-1, x.shape[-1]), _weight(self), group=layout.group, bias=bias)
+            return _back(y.reshape(*x.shape[:-1], y.shape[1]), 0, layout, Shard(x.dim() - 1))
         x, size = _to_local(input, layout.mesh, Shard(layout.sequence)), layout.mesh.size()
         total = _total_rows(input, x, layout.sequence, size)
         rows, others = _rows_first(x, layout.sequence)
-        bias = None if self.bias is None else _local(self.bias)
         y = all_gather_matmul(rows, _weight(self), group=layout.group, bias=bias, m=total * others.numel())
         return _back(y.reshape(total, *others, y.shape[1]), layout.sequence, layout, Shard(x.dim() - 1))
 
@@ -81,14 +86,19 @@ class RowwiseLinear(nn.Linear):
 
 
 class ColwiseOverlap(ColwiseParallel):
-    """A linear layer sharded by output features, whose input is sharded along `sequence_dim`.
+    """A linear layer sharded by output features; its output is sharded on the last dim.
 
-    In place of `SequenceParallel`'s all-gather and `ColwiseParallel`. The output is sharded on its last dim.
+    `input_layouts` is `Shard(dim)` of the sequence, 1 by default: in place of `SequenceParallel`'s all-gather and
+    `ColwiseParallel`. Or `Replicate()`, where all ranks hold the input, as `ColwiseParallel` has it: then nothing is
+    gathered, and the input's gradient is an overlapped all-reduce.
     """
 
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = True) -> None:
-        super().__init__(input_layouts=Shard(sequence_dim), use_local_output=use_local_output)
-        self._sequence_dim = sequence_dim
+    def __init__(self, *, input_layouts: Shard | Replicate | None = None, use_local_output: bool = True) -> None:
+        layout = Shard(1) if input_layouts is None else input_layouts
+        if not isinstance(layout, Shard | Replicate):
+            raise ValueError(f"input_layouts is {layout}, expected Shard(dim) of the sequence, or Replicate()")
+        super().__init__(input_layouts=layout, use_local_output=use_local_output)
+        self._sequence_dim = layout.dim if isinstance(layout, Shard) else None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layout = Layout(device_mesh, self._sequence_dim, self.use_local_output)
@@ -156,7 +166,7 @@ def _local(parameter: Tensor, gradient: Partial | None = None) -> Tensor:
     return parameter.to_local(grad_placements=placements)
 
 
-def _to_local(x: Tensor, mesh: DeviceMesh, placement: Shard) -> Tensor:
+def _to_local(x: Tensor, mesh: DeviceMesh, placement: Shard | Replicate) -> Tensor:
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(mesh, [placement]).to_local()

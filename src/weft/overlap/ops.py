@@ -1,5 +1,7 @@
 """The custom ops: what torch's dispatcher, autograd and compiler see. `functional.py` is what users call.
 
+Those of all-to-all are in `ops_all_to_all.py`, that of a replicated input in `ops_replicated.py`.
+
 A group travels by its name, as in torch's functional collectives. A weight is `w`, dense, or `packed`, with the dense
 one beside it when a gradient is wanted. Each backward is an op of its own, so that it overlaps when compiled too. The
 `run_` functions are the same without torch's dispatcher, which has nothing to add where no gradient is wanted.
@@ -13,19 +15,22 @@ from torch import Tensor
 from weft.kernels import PackedWeight
 from weft.overlap import calls
 from weft.overlap.context import Context, context_by_name, group_by_name
+from weft.overlap.once import refuse_second_order
 from weft.overlap.plan import Op
 from weft.overlap.tiles import chunk_bounds
 from weft.overlap.weights import pack, product
 
 
-def _packed(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> PackedWeight:
+def packed_weight(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> PackedWeight:
     if packed is not None:
         return PackedWeight(packed, n, k, isa)
     assert w is not None
     return context.weights.packed(w)
 
 
-def _packed_t(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> PackedWeight:
+def transposed_weight(
+    context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str
+) -> PackedWeight:
     """The transposed weight [K, N], which input gradients are multiplied with.
 
     Whoever packs by hand may have reasons to: then nothing is kept here either.
@@ -51,7 +56,7 @@ def run_all_gather_matmul(
     m: int, n: int, isa: str, group_name: str, plan: str, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     context = context_by_name(group_name)
-    weight = _packed(context, w, packed, n, x.shape[1], isa)
+    weight = packed_weight(context, w, packed, n, x.shape[1], isa)
     if context.size == 1:
         return calls.alone(x, weight, bias), x.clone() if keep else x.new_empty(0, x.shape[1])
     return calls.gather_matmul(context, x, weight, m=m, bias=bias, plan=plan, keep=keep)
@@ -83,10 +88,10 @@ def all_gather_matmul_backward(
         weight_gradient()
         dx = dy.new_empty(0, k)
     elif context.size == 1:
-        dx = calls.alone(dy, _packed_t(context, w, packed, n, k, isa), None)
+        dx = calls.alone(dy, transposed_weight(context, w, packed, n, k, isa), None)
         weight_gradient()
     else:
-        weight = _packed_t(context, w, packed, n, k, isa)
+        weight = transposed_weight(context, w, packed, n, k, isa)
         dx = calls.matmul_scatter(context, Op.REDUCE_SCATTER, dy, weight, bias=None, meanwhile=weight_gradient)
     return dx, dw[0] if dw else dy.new_empty(0, k)
 
@@ -128,7 +133,7 @@ def run_matmul_reduce(
     op: str, n: int, isa: str, group_name: str, plan: str,
 ) -> Tensor:  # fmt: skip
     context = context_by_name(group_name)
-    weight = _packed(context, w, packed, n, x.shape[1], isa)
+    weight = packed_weight(context, w, packed, n, x.shape[1], isa)
     if context.size == 1:
         return calls.alone(x, weight, bias)
     return calls.matmul_scatter(context, Op(op), x, weight, bias=bias, plan=plan)
@@ -149,7 +154,7 @@ def matmul_reduce_scatter_backward(
     """dx = all_gather(dy_shard) w, dw = all_gather(dy_shard)^T x."""
     context = context_by_name(group_name)
     m, k, n = x.shape[0], x.shape[1], dy.shape[1]
-    weight = _packed_t(context, w, packed, n, k, isa)
+    weight = transposed_weight(context, w, packed, n, k, isa)
     if context.size == 1:
         dx, gathered = calls.alone(dy, weight, None), dy
     else:
@@ -162,8 +167,34 @@ def _(dy, x, w, packed, isa, group_name, needs_w):  # type: ignore[no-untyped-de
     return torch.empty_like(x), dy.new_empty(dy.shape[1] if needs_w else 0, x.shape[1])
 
 
+@torch.library.custom_op("weft::matmul_all_reduce_backward", mutates_args=())
+def matmul_all_reduce_backward(
+    dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, isa: str, needs_x: bool, needs_w: bool
+) -> tuple[Tensor, Tensor]:
+    """dx = dy w, dw = dy^T x: dy is the same on all ranks, so there is nothing to communicate."""
+    k = x.shape[1]
+    dx, dw = dy.new_empty(0, k), dy.new_empty(0, k)
+    if needs_x:
+        dense = PackedWeight(_given(packed), dy.shape[1], k, isa).to_dense() if w is None else w.detach()
+        dx = product(dy, dense.t())
+    if needs_w:
+        dw = product(dy.t(), x.t())
+    return dx, dw
+
+
+def _given(packed: Tensor | None) -> Tensor:
+    assert packed is not None
+    return packed
+
+
+@matmul_all_reduce_backward.register_fake
+def _(dy, x, w, packed, isa, needs_x, needs_w):  # type: ignore[no-untyped-def]
+    k = x.shape[1]
+    return dy.new_empty(x.shape[0] if needs_x else 0, k), dy.new_empty(dy.shape[1] if needs_w else 0, k)
+
+
 def _reduce_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, w, packed, _, ctx.op, ctx.n, ctx.isa, ctx.group_name, _ = inputs
+    x, w, packed, _, ctx.op, _, ctx.isa, ctx.group_name, _ = inputs
     ctx.save_for_backward(x, w, packed)
 
 
@@ -172,10 +203,8 @@ def _reduce_backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
     dx = dw = None
     if needs_x or needs_w:
-        if ctx.op == Op.ALL_REDUCE.value:  # dy is the same on all ranks: nothing to communicate
-            dense = w if w is not None else torch.ops.weft.unpack(packed, ctx.n, x.shape[1], ctx.isa, 0)
-            dx = product(dy, dense.t()) if needs_x else None
-            dw = product(dy.t(), x.t()) if needs_w else None
+        if ctx.op == Op.ALL_REDUCE.value:
+            dx, dw = matmul_all_reduce_backward(dy, x, w, packed, ctx.isa, needs_x, needs_w)
         else:
             dx, dw = matmul_reduce_scatter_backward(dy, x, w, packed, ctx.isa, ctx.group_name, needs_w)
     db = dy.sum(0) if needs_bias else None
@@ -184,67 +213,5 @@ def _reduce_backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
 
 matmul_reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 
-
-# matmul_all_to_all ------------------------------------------------------------------------------------------
-
-
-def run_matmul_all_to_all(
-    x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None, destinations: Tensor,
-    rows: int, n: int, isa: str, group_name: str, plan: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    context = context_by_name(group_name)
-    weight = _packed(context, w, packed, n, x.shape[1], isa)
-    if context.size == 1:
-        return calls.alone(x, weight, bias), torch.tensor([[x.shape[0]]])
-    y, counts = calls.matmul_scatter_rows(context, x, weight, destinations, bias=bias, plan=plan)
-    if rows >= 0 and y.shape[0] != rows:
-        raise ValueError(f"rows={rows} rows were promised to rank {context.rank}, but {y.shape[0]} came")
-    return y, counts
-
-
-matmul_all_to_all = torch.library.custom_op("weft::matmul_all_to_all", run_matmul_all_to_all, mutates_args=())
-
-
-@matmul_all_to_all.register_fake
-def _(x, w, packed, bias, destinations, rows, n, isa, group_name, plan):  # type: ignore[no-untyped-def]
-    size = group_by_name(group_name).size()
-    if rows < 0:
-        rows = torch.library.get_ctx().new_dynamic_size()
-    return x.new_empty(rows, n), torch.empty(size, size, dtype=torch.int64)
-
-
-@torch.library.custom_op("weft::matmul_all_to_all_backward", mutates_args=())
-def matmul_all_to_all_backward(
-    dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, destinations: Tensor, counts: Tensor,
-    isa: str, group_name: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dz = the rows of dy, back on the ranks that they came from; dx = dz w, dw = dz^T x, db = sum of dz."""
-    context = context_by_name(group_name)
-    weight = _packed_t(context, w, packed, dy.shape[1], x.shape[1], isa)
-    if context.size == 1:
-        return calls.alone(dy, weight, None), product(dy.t(), x.t()), dy.sum(0)
-    sorted_dx, dz = calls.gather_rows_matmul(context, dy, weight, counts)
-    order = torch.argsort(destinations, stable=True)
-    dx = torch.empty_like(x)
-    dx[order] = sorted_dx
-    return dx, product(dz.t(), x[order].t()), dz.sum(0)
-
-
-@matmul_all_to_all_backward.register_fake
-def _(dy, x, w, packed, destinations, counts, isa, group_name):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x), dy.new_empty(dy.shape[1], x.shape[1]), dy.new_empty(dy.shape[1])
-
-
-def _all_to_all_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, w, packed, _, destinations, _, _, ctx.isa, ctx.group_name, _ = inputs
-    ctx.save_for_backward(x, w, packed, destinations, output[1])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _all_to_all_backward(ctx, dy: Tensor, _):  # type: ignore[no-untyped-def]
-    needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
-    dx, dw, db = matmul_all_to_all_backward(dy, *ctx.saved_tensors, ctx.isa, ctx.group_name)
-    return dx if needs_x else None, dw if needs_w else None, None, db if needs_bias else None, *(None,) * 6
-
-
-matmul_all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_setup)
+for _op in (all_gather_matmul_backward, matmul_reduce_scatter_backward, matmul_all_reduce_backward):
+    refuse_second_order(_op)

@@ -119,7 +119,7 @@ def part(cut: Cut, rank: int, number: int, rows: tuple[int, int]) -> View:
     """Rows of a block of `rank`."""
     block = cut.blocks[number]
     at, count = block.view_at(rows[0]), rows[1] - rows[0]
-    return View(Space.PART, rank, at, count, block.cols, number, tiles=len(cut.tiles(block)))
+    return View(Space.PART, rank, at, count, block.cols, number, tiles=cut.tile_count(block))
 
 
 def parts_of(plan: OverlapPlan, cut: Cut, rank: int, number: int, rows: tuple[int, int]) -> tuple[View, ...]:

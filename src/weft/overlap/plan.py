@@ -9,6 +9,7 @@ import hashlib
 import re
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from weft.kernels.tiles import Tiling
@@ -120,7 +121,7 @@ class OverlapPlan:
     @property
     def topology(self) -> Topology:
         """Who reaches whom through a window."""
-        return Topology(self.hosts) if self.transport is Transport.WINDOWS else Topology.apart(self.size)
+        return _topology(self.hosts, self.transport)
 
     @property
     def tiling(self) -> Tiling:
@@ -136,15 +137,7 @@ class OverlapPlan:
 
         All-reduce cuts each group further, so that all who add up have an equal share of it.
         """
-        weights, order = self.weights, self.topology.destinations(host)
-        if self.op is Op.ALL_REDUCE:
-            order = tuple(range(self.size))
-            hosts = self.topology.count
-            shares = self.size if hosts > 2 else len(self.topology.local(0))
-            weights = tuple(weight for weight in weights for _ in range(shares))
-        if self.axis is Axis.COLS:
-            return cut_cols(self.tiling, weights)
-        return cut_rows(self.tiling, weights, rows_by_destination(self.tiling, bounds, order))
+        return _cut(self, host, bounds)
 
     def fit(self, *, m: int, n: int, k: int) -> OverlapPlan:
         """The same plan for a matmul of another size: a rank's own, where shards are uneven."""
@@ -198,6 +191,23 @@ class OverlapPlan:
             reason=got["reason"] or "",
             predicted=None if got["predicted"] is None else float(got["predicted"]),
         )
+
+
+@lru_cache(maxsize=256)
+def _topology(hosts: tuple[int, ...], transport: Transport) -> Topology:
+    return Topology(hosts) if transport is Transport.WINDOWS else Topology.apart(len(hosts))
+
+
+@lru_cache(maxsize=256)
+def _cut(plan: OverlapPlan, host: int, bounds: tuple[int, ...]) -> Cut:
+    weights, order = plan.weights, plan.topology.destinations(host)
+    if plan.op is Op.ALL_REDUCE:
+        order = tuple(range(plan.size))
+        shares = plan.size if plan.topology.count > 2 else len(plan.topology.local(0))
+        weights = tuple(weight for weight in weights for _ in range(shares))
+    if plan.axis is Axis.COLS:
+        return cut_cols(plan.tiling, weights)
+    return cut_rows(plan.tiling, weights, rows_by_destination(plan.tiling, bounds, order))
 
 
 def _list(numbers: tuple[int, ...]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from weft.comm import Group
-from weft.overlap.choose import plan_overlap
+from weft.overlap.choose import choose_plan
 from weft.overlap.curves import Curves
 from weft.overlap.plan import Op, OverlapPlan, shared_dims
 from weft.overlap.probe import measure_curves, share_texts
+
+_MOST_FITTED = 1024  # all-to-all has another number of rows in every call
 
 
 class Planner:
@@ -19,24 +21,39 @@ class Planner:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._plans: dict[tuple[object, ...], OverlapPlan] = {}
+        self._fitted: dict[tuple[object, ...], OverlapPlan] = {}  # making and checking a plan takes 30 us
         self._curves: Curves | None = None
 
     def known(self, op: Op, m: int, n: int, k: int, dtype: str) -> OverlapPlan | None:
         """The plan for these shapes, if there is one."""
-        found = self._plans.get(self._key(op, m, n, k, dtype))
-        return None if found is None else found.fit(m=m, n=n, k=k)
+        fitted = self._fitted.get((op, m, n, k, dtype))
+        if fitted is None:
+            found = self._plans.get(self._key(op, m, n, k, dtype))
+            if found is None:
+                return None
+            if len(self._fitted) >= _MOST_FITTED:
+                self._fitted.clear()
+            fitted = self._fitted[op, m, n, k, dtype] = found.fit(m=m, n=n, k=k)
+        return fitted
 
     def make(self, op: Op, m: int, n: int, k: int, dtype: str) -> OverlapPlan:
         """A predicted plan. Collective: rank 0 chooses. The first one measures the group's curves."""
-        curves = self.curves()
-        plan = plan_overlap(op, m, n, k, dtype=dtype, hosts=self._group.hosts, curves=curves)
-        told = OverlapPlan.parse(share_texts(self._group, str(plan))[0])
-        self._plans[self._key(op, m, n, k, dtype)] = told
+        curves, mine = self.curves(), ""
+        if self._group.rank == 0:
+            mine = str(choose_plan(op, m, n, k, dtype=dtype, hosts=self._group.hosts, curves=curves))
+        told = OverlapPlan.parse(share_texts(self._group, mine)[0])
+        self.use(told)
         return told.fit(m=m, n=n, k=k)
 
     def use(self, plan: OverlapPlan) -> None:
         """Takes a plan from elsewhere, such as a tuner's file; on all ranks alike."""
         self._plans[self._key(plan.op, plan.m, plan.n, plan.k, plan.dtype)] = plan
+        self._fitted.clear()
+
+    @property
+    def known_curves(self) -> Curves | None:
+        """The group's curves, if they have been measured."""
+        return self._curves
 
     def curves(self) -> Curves:
         """The group's curves, measured on the first call, which is collective."""

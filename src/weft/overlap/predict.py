@@ -48,7 +48,7 @@ class Work:
 
 def predict_sequential(work: Work, curves: Curves) -> float:
     """Everything computed, then everything sent; or the other way round."""
-    return curves.call_overhead + work.compute + curves.wire(sum(work.nbytes)) + work.after
+    return curves.call_overhead + work.compute + curves.wire(sum(work.nbytes)) + curves.cpu_per_message + work.after
 
 
 def predict(work: Work, groups: Sequence[int], curves: Curves) -> float:
@@ -87,7 +87,9 @@ class _Prefix:
     def sent(self, out: float, start: int, end: int) -> float:
         """When the group [start, end) is out, if the one before it was at `out`."""
         nbytes = self.nbytes[end] - self.nbytes[start]
-        return max(self.computed(start, end), out) + self.curves.wire(nbytes) if nbytes else out
+        if not nbytes:
+            return out
+        return max(self.computed(start, end), out) + self.curves.wire(nbytes) + self.curves.cpu_per_message
 
     def total(self, out: float, last: int) -> float:
         """The end, when the last message is through at `out` and its group starts at `last`."""
@@ -97,13 +99,19 @@ class _Prefix:
 
 
 def best_groups(work: Work, curves: Curves) -> tuple[int, ...]:
-    """The group sizes with the earliest last message, exactly; O(T^2)."""
+    """The group sizes with the earliest end, exactly; O(T^2).
+
+    A prefix is best when its last message is out earliest. Only the whole is judged by its end, which also counts the
+    CPU that all messages but the last have taken.
+    """
     prefix = _Prefix(work, curves)
     best = [0.0] + [float("inf")] * work.units
     came_from = [0] * (work.units + 1)
     for end in range(1, work.units + 1):
         for start in range(end):
             out = prefix.sent(best[start], start, end)
+            if end == work.units:
+                out = prefix.total(out, start)
             if out < best[end]:
                 best[end], came_from[end] = out, start
     sizes = []

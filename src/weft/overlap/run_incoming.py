@@ -1,15 +1,22 @@
-"""Runs a matmul whose input travels: the matmul on the caller's thread, the receiving on another."""
+"""Runs a matmul whose input travels: the matmul on the caller's thread, the receiving on another.
+
+Where all ranks share a host, and with a sequential plan, the caller's thread does all.
+"""
 
 from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
 
 from torch import Tensor
 
 from weft import tracing
-from weft.comm import Counters
+from weft.comm import Counters, Transfer
+from weft.errors import PeerTimeout
 from weft.kernels import PackedWeight, Ready, Rows, TileSchedule, linear_tiles
-from weft.overlap.incoming import Arrival, Source, Store, lower
+from weft.overlap.incoming import Arrival, SendRows, Source, Store, lower
 from weft.overlap.memory import Need, view
-from weft.overlap.outgoing import Counts
+from weft.overlap.outgoing import Counts, row_bounds
 from weft.overlap.running import Running, as_bytes
 from weft.overlap.worker import Job
 
@@ -21,6 +28,7 @@ class IncomingCall(Running):
         """Lowers the plan and makes room; returns how many rows the gathered x has."""
         plan, bank, size = self.plan, self.call.bank, self.context.size
         self.program = lower(plan, self.context.rank, counts)
+        self.bounds = plan.shard_bounds if counts is None else row_bounds(counts[self.context.rank])
         self.shared = len(plan.topology.local(self.context.rank)) > 1
         most_m = plan.m if counts is None else max(map(sum, counts))
         most_x = plan.shard_bounds[1] if counts is None else max(sum(row[r] for row in counts) for r in range(size))
@@ -51,26 +59,72 @@ class IncomingCall(Running):
         """out [m, n] = gathered x times weight; `gathered` [m, k] gets the gathered x itself, where it is wanted."""
         # Straight to where it is wanted, unless others read it in the window.
         self.inbox = self._inbox(self.context.rank) if gathered is None or self.shared else gathered
-        counters = self.call.bank.counters(self.context.rank)
-        job = self.context.sender.start(lambda _: self._receive_all(_, x), on_error=lambda: self._poison(counters))
+        self.outbox = view(self.call.bank.shared(self.context.rank), self.dtype, 0, self.program.x_rows, self.plan.k)
+        one_host = self.plan.topology.count == 1
+        job, sent = None, []
+        if one_host:
+            self._run_one_host(x)
+        elif self.plan.sequential:
+            sent = self._receive(x)
+            self._wait_for_rows()
+        else:
+            on_error = partial(self._poison, self.call.bank.counters(self.context.rank))
+            job = self.context.sender.start(lambda job: self._receive_all(job, x), on_error=on_error)
         blocks = [self._rows(source, x) for source in self.program.sources]
-        ready = None
-        if self.plan.sequential:
-            job.join(seconds=self.patience())
-            for row in range(len(self.program.needs)):
-                what = f"{self.op}: tile row {row} of the input"
-                counters.wait(row, self.awaited, timeout=self.left(), what=what)
-        elif self.awaited:
-            what = f"{self.op}: rows of x"
-            ready = Ready(counters.tensor, self.plan.tile_m, self.awaited, timeout=self.left(), what=what)
         start = tracing.now()
         if blocks:
-            linear_tiles(Rows.stack(blocks), weight, out=out, schedule=self.schedule, bias=bias, ready=ready)
+            self._matmul(blocks, weight, out, bias, job)
         self.record("compute", "matmul", "compute", start, flops=2.0 * out.shape[0] * out.shape[1] * weight.k)
-        job.check()
+        if job is not None:
+            job.check()
         if gathered is not None:
             self._keep(blocks, gathered)
-        job.join(seconds=self.patience())
+        self._wait_for_sends(sent)
+        if job is not None:
+            job.join(seconds=self.patience())
+
+    def _run_one_host(self, x: Tensor) -> None:
+        """Every rank puts its rows into its window before it says that it is here: who has met all has all rows.
+
+        So there is nothing to wait for during the matmul, and nothing to do for a second thread.
+        """
+        start = tracing.now()
+        for offer in self.program.offers:
+            self.outbox[offer.start : offer.end] = x[offer.start : offer.end]
+        self.record("other", "own rows to the window", "comm", start)
+        start = tracing.now()
+        if self.call.agreed:  # the ranks met to make room, which was before the rows were there: all of them, or none
+            self.context.agreement.meet(self.text, deadline=self.call.deadline)
+        self.meet()
+        self.record("recv", "rows of the other ranks", "comm", start)
+
+    def _wait_for_rows(self) -> None:
+        counters = self.call.bank.counters(self.context.rank)
+        for row in range(len(self.program.needs)):
+            counters.wait(row, self.awaited, timeout=self.left(), what=f"{self.op}: {self._rows_of(row)}")
+
+    def _matmul(
+        self, blocks: list[Tensor], weight: PackedWeight, out: Tensor, bias: Tensor | None, job: Job | None
+    ) -> None:
+        counters = self.call.bank.counters(self.context.rank)
+        ready = None
+        if job is not None and self.awaited:
+            what = f"{self.op}: rows of x"
+            ready = Ready(counters.tensor, self.plan.tile_m, self.awaited, timeout=self.left(), what=what)
+        try:
+            linear_tiles(Rows.stack(blocks), weight, out=out, schedule=self.schedule, bias=bias, ready=ready)
+        except PeerTimeout as error:
+            if job is not None:
+                job.check()  # the reason, if the other thread knows it
+            late = [row for row in range(len(self.program.needs)) if counters.read(row) < self.awaited]
+            what = self._rows_of(late[0]) if late else "rows of x, which came just now"
+            raise PeerTimeout(f"{self.op}: {what}", seconds=self.call.deadline.seconds) from error
+
+    def _rows_of(self, tile_row: int) -> str:
+        """The rows of x that a tile row reads, and whose they are."""
+        m0, m1 = tile_row * self.plan.tile_m, min((tile_row + 1) * self.plan.tile_m, self.program.tiling.m)
+        ranks = [r for r, (a, b) in enumerate(pairwise(self.bounds)) if a < m1 and m0 < b and r != self.context.rank]
+        return f"rows {m0} to {m1} of x, from rank {', '.join(map(str, ranks))}"
 
     def _keep(self, blocks: list[Tensor], gathered: Tensor) -> None:
         at = 0
@@ -79,17 +133,20 @@ class IncomingCall(Running):
                 gathered[at : at + source.rows] = block
             at += source.rows
 
-    # The receiving thread -----------------------------------------------------------------------------------
+    # Receiving ----------------------------------------------------------------------------------------------
 
     def _receive_all(self, job: Job, x: Tensor) -> None:
+        """What the receiving thread does."""
+        self._wait_for_sends(self._receive(x))
+
+    def _receive(self, x: Tensor) -> list[tuple[SendRows, float, Transfer]]:
+        """Receives all that comes, and tells who reads it; returns the sends that are still under way."""
         self.meet()
-        job.agreed()
-        group, program = self.context.group, self.program
-        transfers = [group.recv(self.inbox[e.m0 : e.m1], e.peer, tag=e.tag) for e in program.expects]
-        sent = [(s, tracing.now(), group.send(x[s.start : s.end], s.peer, tag=s.tag)) for s in program.sends]
-        outbox = view(self.call.bank.shared(self.context.rank), self.dtype, 0, program.x_rows, self.plan.k)
+        program = self.program
+        transfers = [self.recv(self.inbox[e.m0 : e.m1], e.peer, e.tag) for e in program.expects]
+        sent = [(s, tracing.now(), self.send(x[s.start : s.end], s.peer, s.tag)) for s in program.sends]
         for offer in program.offers:
-            outbox[offer.start : offer.end] = x[offer.start : offer.end]
+            self.outbox[offer.start : offer.end] = x[offer.start : offer.end]
             self._tell(offer.tell)
         for expect, transfer in zip(program.expects, transfers, strict=True):
             start, what = tracing.now(), f"rows {expect.m0} to {expect.m1} from rank {expect.peer}"
@@ -97,6 +154,9 @@ class IncomingCall(Running):
             self._tell(expect.tell)
             nbytes = as_bytes((expect.m1 - expect.m0) * self.plan.k, self.dtype)
             self.record("recv", what, "comm", start, nbytes=nbytes)
+        return sent
+
+    def _wait_for_sends(self, sent: list[tuple[SendRows, float, Transfer]]) -> None:
         for send, start, transfer in sent:
             what = f"rows {send.start} to {send.end} to rank {send.peer}"
             transfer.wait_until(self.call.deadline, what=f"{self.op}: {what}")

@@ -1,5 +1,7 @@
 """Runs a matmul whose output travels: the matmul on the caller's thread, the sending on another.
 
+Where nothing is sent during the matmul (one host, or a sequential plan) the caller's thread does all.
+
 Sums are made on the caller's thread after its matmul: with one core a rank they take the same time then as earlier,
 and when communication is the slower part they fill the wait for it. Only where other ranks wait for a sum (`early`)
 a third thread makes it as soon as it can.
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from weft import tracing
 from weft.comm import Counters, Transfer
+from weft.errors import PeerTimeout
 from weft.kernels import PackedWeight, Rows, TileOutput, TileSchedule, linear_tiles
 from weft.overlap.lower_outgoing import lower
 from weft.overlap.memory import Need, view
@@ -86,43 +89,74 @@ class OutgoingCall(Running):
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """out [out_rows, n] = what this rank gets; `meanwhile` is computed while the last blocks travel."""
-        sequential, early = self.plan.sequential, self.program.early
-        sender = self.context.sender
-        # A sequential plan still meets while it computes, but sends nothing.
-        job = sender.start(lambda _: self.meet() if sequential else self._send_all(_), on_error=self._poison)
-        finish = None
-        if early and not sequential:
-            finish = self.context.finisher.start(lambda _: self._finish_all(job, bias, out))
-        start = tracing.now()
-        linear_tiles(
-            x, weight, out=self.places.out, schedule=self.places.schedule, bias=kernel_bias, done=self.places.done
-        )
-        self.record("compute", "matmul", "compute", start, flops=2.0 * out.shape[1] * weight.k * _rows(x))
-        if sequential:
-            job.join(seconds=self.patience())
-            job = sender.start(self._send_all, on_error=self._poison)
+
+        def matmul() -> None:
+            start = tracing.now()
+            places = self.places
+            linear_tiles(x, weight, out=places.out, schedule=places.schedule, bias=kernel_bias, done=places.done)
+            self.record("compute", "matmul", "compute", start, flops=2.0 * out.shape[1] * weight.k * _rows(x))
+
+        if self.plan.sequential or not (self.program.sends or self.program.expects):
+            self._run_alone(matmul, bias, out, meanwhile)
+        else:
+            self._run_beside(matmul, bias, out, meanwhile)
+
+    def _run_alone(
+        self, matmul: Callable[[], None], bias: Tensor | None, out: Tensor, meanwhile: Callable[[], None] | None
+    ) -> None:
+        """Nothing leaves before the matmul is over: a second thread would only cost its hand-over."""
+        self.post()
+        matmul()
+        self._open()
+        sent = self._start_sends()
         if meanwhile is not None:
             meanwhile()
-        if finish is None:
-            self._finish_all(job, bias, out)
-        else:
-            finish.join(seconds=self.patience())
+        self._finish_all(bias, out)
+        self._wait_for_sends(sent)
+
+    def _run_beside(
+        self, matmul: Callable[[], None], bias: Tensor | None, out: Tensor, meanwhile: Callable[[], None] | None
+    ) -> None:
+        job = self.context.sender.start(self._send_all, on_error=self._poison)
+        finish = None
+        if self.program.early:
+            finish = self.context.finisher.start(lambda _: self._finish_after(job, bias, out))
+        matmul()
+        if meanwhile is not None:
+            meanwhile()
+        try:
+            if finish is None:
+                self._finish_after(job, bias, out)
+            else:
+                finish.join(seconds=self.patience())
+        except PeerTimeout:
+            job.check()  # the reason, if the other thread knows it
+            raise
         job.join(seconds=self.patience())
 
-    # The sending thread -------------------------------------------------------------------------------------
+    # Sending ------------------------------------------------------------------------------------------------
 
     def _send_all(self, job: Job) -> None:
-        self.meet()
-        group = self.context.group
-        self.transfers = [
-            group.recv(self._private(self.inbox_at + e.at, 1, e.elements), e.peer, tag=e.tag)
-            for e in self.program.expects
-        ]
+        """What the sending thread does."""
+        self._open()
         job.agreed()
+        self._wait_for_sends(self._start_sends())
+
+    def _open(self) -> None:
+        """All ranks are here: messages may come."""
+        self.meet()
+        self.transfers = [
+            self.recv(self._private(self.inbox_at + e.at, 1, e.elements), e.peer, e.tag) for e in self.program.expects
+        ]
+
+    def _start_sends(self) -> list[tuple[Send, float, Transfer]]:
         sent = []
         for send in self.program.sends:
             data = self._gathered(send)
-            sent.append((send, tracing.now(), group.send(data, send.peer, tag=send.tag)))
+            sent.append((send, tracing.now(), self.send(data, send.peer, send.tag)))
+        return sent
+
+    def _wait_for_sends(self, sent: list[tuple[Send, float, Transfer]]) -> None:
         for send, start, transfer in sent:
             what = f"block {send.block} to rank {send.peer}"
             transfer.wait_until(self.call.deadline, what=f"{self.op}: {what}")
@@ -147,8 +181,11 @@ class OutgoingCall(Running):
 
     # Finishing ----------------------------------------------------------------------------------------------
 
-    def _finish_all(self, job: Job, bias: Tensor | None, out: Tensor) -> None:
+    def _finish_after(self, job: Job, bias: Tensor | None, out: Tensor) -> None:
         job.wait_until_agreed()
+        self._finish_all(bias, out)
+
+    def _finish_all(self, bias: Tensor | None, out: Tensor) -> None:
         forwards: list[Transfer] = []
         for finish in self.program.finishes:
             forwards += self._finish(finish, bias, out)
@@ -168,7 +205,7 @@ class OutgoingCall(Running):
         result = self._shared(finish.result)
         result.copy_(target)
         self.call.bank.counters(self.context.rank).add(self.published_at + finish.result.need)
-        return [self.context.group.send(result, peer, tag=tag) for peer, tag in finish.forward]
+        return [self.send(result, peer, tag) for peer, tag in finish.forward]
 
     # Memory -------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from weft.overlap.incoming import Arrival, Incoming
 from weft.overlap.outgoing import Counts, Outgoing, Send, Space, View
 from weft.overlap.plan import Op, OverlapPlan
 from weft.overlap.tiles import chunk_bounds
-from weft.overlap.work import item_bytes
+from weft.overlap.work import item_bytes, row_seconds
 from weft.timeline import Event, Kind, Timeline
 
 Key = tuple[object, ...]
@@ -84,7 +84,8 @@ class _World:
         end = max(start, self.busy.get(into, 0.0)) + seconds
         self.busy |= {out: start + seconds, into: end}
         for rank in (source, target):
-            self.owed[rank] = self.owed.get(rank, 0.0) + self.curves.cpu_per_byte * nbytes / 2
+            cpu = (self.curves.cpu_per_message + self.curves.cpu_per_byte * nbytes) / 2
+            self.owed[rank] = self.owed.get(rank, 0.0) + cpu
         return start, end
 
 
@@ -115,13 +116,9 @@ def simulate(plan: OverlapPlan, curves: Curves, counts: Counts | None = None) ->
     return Timeline(world.events, name=f"predicted: {plan.op.value} {plan.m} x {plan.n} x {plan.k}")
 
 
-def _row_seconds(plan: OverlapPlan, curves: Curves) -> float:
-    return 2.0 * plan.n * plan.k / curves.flops
-
-
 def _outgoing(plan: OverlapPlan, program: Outgoing, curves: Curves) -> dict[str, list[Action]]:
     rank, item = program.rank, item_bytes(plan.dtype)
-    per_element = 2.0 * plan.k / curves.flops
+    per_element = row_seconds(plan, curves) / max(1, plan.n)
     compute = [
         Action(f"block {i}", "compute", (), ((Space.PART, rank, i),), per_element * b.rows * b.cols)
         for i, b in ((i, program.cut.blocks[i]) for i in program.order)
@@ -210,7 +207,7 @@ def _tile_rows(plan: OverlapPlan, program: Incoming, curves: Curves) -> list[Act
     for row in program.tile_rows:
         m0, m1 = row * tiling.tile_m, min((row + 1) * tiling.tile_m, tiling.m)
         needs = everything if plan.sequential else tuple(_told(a for a in arrivals if a.m0 < m1 and m0 < a.m1))
-        seconds = _row_seconds(plan, curves) * (m1 - m0)
+        seconds = row_seconds(plan, curves) * (m1 - m0)
         if actions and actions[-1].needs == needs:
             before = actions.pop()
             actions.append(Action(before.name, "compute", needs, (), before.seconds + seconds))

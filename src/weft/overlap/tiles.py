@@ -103,6 +103,12 @@ class Cut:
         cols = range(block.n0 // t.tile_n, -(-block.n1 // t.tile_n))
         return [row * t.cols + col for row in rows for col in cols]
 
+    def tile_count(self, block: Block) -> int:
+        """How many tiles the block has."""
+        t = self.tiling
+        rows = -(-block.m1 // t.tile_m) - block.m0 // t.tile_m
+        return rows * (-(-block.n1 // t.tile_n) - block.n0 // t.tile_n)
+
     def schedule(self, blocks: Sequence[int] | None = None) -> TileSchedule:
         """The order of the tiles, and the block of each as its group; `blocks` is another order of the blocks."""
         order: list[int] = []

@@ -84,8 +84,11 @@ def use_tuned(path: str | Path, *, group: ProcessGroup) -> list[str]:
     """Makes later calls on the group follow the plans in a file, where it has some for it. Collective.
 
     Rank 0 reads the file and tells the others. Returns what there is to say: which plans are used, what is wrong.
+    The curves are measured too, for plans of other shapes, and for traces to judge calls by.
     """
     context = context_of(group)
+    context.group.barrier("tuned plans")
+    context.planner.curves()
     found, notes = tuned.load(path) if context.rank == 0 else ([], [])
     mine = json.dumps([[str(t.plan) for t in found], notes])
     texts, notes = json.loads(share_texts(context.group, mine)[0])

@@ -28,7 +28,7 @@ def work_of(plan: OverlapPlan, curves: Curves) -> Work:
     return _gathering(plan, curves) if plan.op.gathers else _scattering(plan, curves)
 
 
-def _row_seconds(plan: OverlapPlan, curves: Curves) -> float:
+def row_seconds(plan: OverlapPlan, curves: Curves) -> float:
     """Seconds of one row of the product."""
     return 2.0 * plan.n * plan.k / curves.flops * (1 + _PASS_ROWS / plan.tile_m)
 
@@ -51,7 +51,7 @@ def _scattering(plan: OverlapPlan, curves: Curves) -> Work:
         remote = plan.m * crossing if plan.op is Op.ALL_REDUCE else plan.m - bounds[local]
         for start, end in pairwise(cut_points(tiling.cols, [1] * min(tiling.cols, MAX_UNITS))):
             cols = min(end * tiling.tile_n, plan.n) - start * tiling.tile_n
-            seconds.append(_row_seconds(plan, curves) * plan.m * cols / plan.n)
+            seconds.append(row_seconds(plan, curves) * plan.m * cols / plan.n)
             nbytes.append(remote * cols * item)
     else:
         order = rows_by_destination(tiling, bounds, hosts.destinations(0) if plan.op is not Op.ALL_REDUCE else
@@ -60,7 +60,7 @@ def _scattering(plan: OverlapPlan, curves: Curves) -> Work:
             rows = [(r * tiling.tile_m, min((r + 1) * tiling.tile_m, plan.m)) for r in order[start:end]]
             remote = sum((b - a) * crossing if plan.op is Op.ALL_REDUCE else b - max(a, bounds[local])
                          for a, b in rows if plan.op is Op.ALL_REDUCE or b > bounds[local])  # fmt: skip
-            seconds.append(_row_seconds(plan, curves) * sum(b - a for a, b in rows))
+            seconds.append(row_seconds(plan, curves) * sum(b - a for a, b in rows))
             nbytes.append(remote * plan.n * item)
     own = plan.m if plan.op is Op.ALL_REDUCE else bounds[1]
     finish = own * plan.n * item_bytes(plan.dtype) * max(1, min(plan.size, hosts.count)) / curves.add_bytes
@@ -75,7 +75,7 @@ def _gathering(plan: OverlapPlan, curves: Curves) -> Work:
     shard = plan.shard_bounds[1]
     readers = hosts.count - 1 if plan.transport is Transport.WINDOWS else remote_ranks
     copies = local * (readers if plan.op is Op.ALL_GATHER else remote_ranks)
-    row = _row_seconds(plan, curves)
+    row = row_seconds(plan, curves)
     item = item_bytes(plan.dtype)
     units = min(-(-shard // plan.tile_m), MAX_UNITS)
     seconds, nbytes = [], []

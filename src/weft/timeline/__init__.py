@@ -5,18 +5,22 @@
 them as SVG and HTML.
 """
 
+from weft.timeline.calls import TracedCall
 from weft.timeline.event import KINDS, Event, Kind
-from weft.timeline.summary import Baseline, LaneSummary, Summary, exposed_seconds, overlap_efficiency
+from weft.timeline.metrics import Baseline, exposed_seconds, overlap_efficiency
+from weft.timeline.summary import CallFigures, LaneSummary, Summary
 from weft.timeline.value import Timeline
 
 __all__ = [
     "KINDS",
     "Baseline",
+    "CallFigures",
     "Event",
     "Kind",
     "LaneSummary",
     "Summary",
     "Timeline",
+    "TracedCall",
     "exposed_seconds",
     "overlap_efficiency",
 ]

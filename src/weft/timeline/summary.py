@@ -4,9 +4,7 @@ A lane's *compute*, *communication*, *waiting* and *busy* seconds are defined at
 Its *overlapped* seconds are its compute while any lane of the same place communicates, and its communication
 while any lane of the same place computes. The total adds up places, so with P ranks it is in rank-seconds.
 
-For an overlapped matmul, after Flux: `ECT = time - best matmul alone` (the communication time that is left to
-see) and `E_overlap = 1 - ECT(ours) / ECT(sequential)`: 1 is all hidden, 0 is no better than matmul and then
-communication, and a negative figure is harm.
+ECT, E_overlap and the fraction of the bound are in `metrics.py`.
 """
 
 from __future__ import annotations
@@ -18,37 +16,8 @@ from dataclasses import dataclass
 from weft.timeline.activity import Activity, group_by_lane, lane_activity, place_activity
 from weft.timeline.event import Event
 from weft.timeline.intervals import Interval, intersection, length, union
+from weft.timeline.metrics import Baseline, Judged
 from weft.timeline.text import align_columns, printable, time_unit
-
-
-def exposed_seconds(seconds: float, *, matmul_seconds: float) -> float:
-    """ECT: the part of `seconds` that the matmul alone does not explain.
-
-    >>> exposed_seconds(12.0, matmul_seconds=10.0)
-    2.0
-    """
-    return seconds - matmul_seconds
-
-
-def overlap_efficiency(seconds: float, *, matmul_seconds: float, sequential_seconds: float) -> float | None:
-    """E_overlap; None where the sequential run is no slower than its matmul: there is nothing to hide.
-
-    >>> overlap_efficiency(12.0, matmul_seconds=10.0, sequential_seconds=18.0)
-    0.75
-    """
-    hideable = exposed_seconds(sequential_seconds, matmul_seconds=matmul_seconds)
-    if hideable <= 0:
-        return None
-    return 1.0 - exposed_seconds(seconds, matmul_seconds=matmul_seconds) / hideable
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """The best matmul alone, matmul and then communication, and a bound if one is known."""
-
-    matmul_seconds: float
-    sequential_seconds: float
-    bound_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,42 +33,52 @@ class LaneSummary:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The figures of one timeline; prints as a table."""
+class CallFigures(Judged):
+    """The calls of one kind: how many, their median seconds, and what they are judged by."""
+
+    what: str
+    count: int
+    seconds: float
+    hidden_fraction: float | None = None
+    baseline: Baseline | None = None
+
+    def cells(self, factor: float) -> list[str]:
+        """One row of the table of calls; a dash where a figure is not known."""
+        base = self.baseline
+        times = (
+            self.seconds,
+            base.matmul_seconds if base else None,
+            base.communication_seconds if base else None,
+            base.sequential_seconds if base else None,
+            base.bound_seconds if base else None,
+            self.ect,
+        )
+        shares = (self.e_overlap, self.bound_fraction, self.hidden_fraction)
+        return [
+            printable(self.what),
+            str(self.count),
+            *("-" if t is None else f"{t * factor:.3f}" for t in times),
+            *("-" if s is None else f"{s:.3f}" for s in shares),
+        ]
+
+
+CALL_COLUMNS = ("calls", "time", "matmul", "comm", "sequential", "bound", "ECT", "E_overlap", "of bound", "hidden")
+
+
+@dataclass(frozen=True)
+class Summary(Judged):
+    """The figures of one timeline; prints as a table, and under it one of the calls, a row for each kind."""
 
     seconds: float
     lanes: tuple[LaneSummary, ...]
     total: LaneSummary
     baseline: Baseline | None = None
+    calls: tuple[CallFigures, ...] = ()
 
     @property
     def hidden_fraction(self) -> float | None:
         """The share of communication that ran under computation; None where nothing was communicated."""
         return self.total.overlapped / self.total.communication if self.total.communication else None
-
-    @property
-    def ect(self) -> float | None:
-        """Exposed seconds of communication; None without a baseline."""
-        if self.baseline is None:
-            return None
-        return exposed_seconds(self.seconds, matmul_seconds=self.baseline.matmul_seconds)
-
-    @property
-    def e_overlap(self) -> float | None:
-        """Overlap efficiency; None without a baseline, or where the baseline leaves nothing to hide."""
-        if self.baseline is None:
-            return None
-        return overlap_efficiency(
-            self.seconds,
-            matmul_seconds=self.baseline.matmul_seconds,
-            sequential_seconds=self.baseline.sequential_seconds,
-        )
-
-    @property
-    def bound_fraction(self) -> float | None:
-        """The bound over the time: 1 is at the bound. None where no bound is known, or no time was taken."""
-        bound = self.baseline.bound_seconds if self.baseline else None
-        return None if bound is None or self.seconds == 0 else bound / self.seconds
 
     def remarks(self) -> list[str]:
         """The figures of the whole timeline, one line each.
@@ -128,8 +107,20 @@ class Summary:
             table.append([printable(x.lane), *(f"{s * factor:.3f}" for s in seconds)])
         return table
 
+    def call_table(self) -> list[list[str]]:
+        """The heading and one row for each kind of call, as text cells; empty without calls.
+
+        `time` is the median; `matmul`, `comm`, `sequential` and `bound` are what the plan's curves predict.
+        """
+        if not self.calls:
+            return []
+        factor, unit = time_unit(max(call.seconds for call in self.calls))
+        return [[f"call ({unit})", *CALL_COLUMNS], *(call.cells(factor) for call in self.calls)]
+
     def __str__(self) -> str:
-        return "\n".join([align_columns(self.table()), *self.remarks()])
+        calls = self.call_table()
+        under = ["", align_columns(calls)] if calls else []
+        return "\n".join([align_columns(self.table()), *self.remarks(), *under])
 
 
 def summarize(events: Sequence[Event], *, seconds: float, baseline: Baseline | None = None) -> Summary:

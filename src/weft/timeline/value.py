@@ -9,7 +9,8 @@ from pathlib import Path
 from weft.timeline import chrome
 from weft.timeline.activity import group_by_lane
 from weft.timeline.event import Event
-from weft.timeline.summary import Baseline, Summary, summarize
+from weft.timeline.metrics import Baseline
+from weft.timeline.summary import Summary, summarize
 from weft.timeline.text import draw
 
 

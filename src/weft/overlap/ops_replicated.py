@@ -1,0 +1,93 @@
+"""A column-parallel matmul whose input all ranks hold: nothing to gather, but its gradient is a sum over ranks.
+
+replicated_matmul   x [M, K] the same on all ranks, w_r [N_r, K], b_r [N_r]   -> y_r [M, N_r]
+    forward   y_r = x w_r^T + b_r
+    dgrad     dx = all_reduce(dy_r w_r)                              a matmul_all_reduce
+    wgrad     dw_r = dy_r^T x,  db_r = sum of rows of dy_r           while dx travels
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from weft.kernels import PackedWeight
+from weft.overlap import calls
+from weft.overlap.context import context_by_name
+from weft.overlap.once import refuse_second_order
+from weft.overlap.ops import packed_weight, transposed_weight
+from weft.overlap.plan import Op
+from weft.overlap.weights import product
+
+
+def replicated_matmul(
+    x: Tensor, w: Tensor | PackedWeight, *, group: ProcessGroup, bias: Tensor | None = None
+) -> Tensor:
+    """y_r = x w_r^T + bias_r: x [M, K], w_r [N_r, K], bias_r [N_r] -> [M, N_r]."""
+    weight, packed, isa = (w.source, w.data, w.isa) if isinstance(w, PackedWeight) else (w, None, "")
+    n = w.n if isinstance(w, PackedWeight) else w.shape[0]
+    y: Tensor = _replicated(x, weight, packed, bias, n, isa, group.group_name)
+    return y
+
+
+@torch.library.custom_op("weft::replicated_matmul", mutates_args=())
+def _replicated(
+    x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None, n: int, isa: str, group_name: str
+) -> Tensor:
+    return calls.alone(x, packed_weight(context_by_name(group_name), w, packed, n, x.shape[1], isa), bias)
+
+
+@_replicated.register_fake
+def _(x, w, packed, bias, n, isa, group_name):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], n)
+
+
+@torch.library.custom_op("weft::replicated_matmul_backward", mutates_args=())
+def _replicated_backward(
+    dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None,
+    isa: str, group_name: str, needs_x: bool, needs_w: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    context = context_by_name(group_name)
+    n, k = dy.shape[1], x.shape[1]
+    dw: list[Tensor] = []
+
+    def weight_gradient() -> None:
+        if needs_w:
+            dw.append(product(dy.t(), x.t()))
+
+    if not needs_x:
+        weight_gradient()
+        dx = dy.new_empty(0, k)
+    elif context.size == 1:
+        dx = calls.alone(dy, transposed_weight(context, w, packed, n, k, isa), None)
+        weight_gradient()
+    else:
+        weight = transposed_weight(context, w, packed, n, k, isa)
+        dx = calls.matmul_scatter(context, Op.ALL_REDUCE, dy, weight, bias=None, meanwhile=weight_gradient)
+    return dx, dw[0] if dw else dy.new_empty(0, k)
+
+
+@_replicated_backward.register_fake
+def _(dy, x, w, packed, isa, group_name, needs_x, needs_w):  # type: ignore[no-untyped-def]
+    k = x.shape[1]
+    return dy.new_empty(x.shape[0] if needs_x else 0, k), dy.new_empty(dy.shape[1] if needs_w else 0, k)
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, w, packed, _, _, ctx.isa, ctx.group_name = inputs
+    ctx.save_for_backward(x, w, packed)
+
+
+def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+    x, w, packed = ctx.saved_tensors
+    needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
+    dx = dw = None
+    if needs_x or needs_w:
+        dx, dw = _replicated_backward(dy, x, w, packed, ctx.isa, ctx.group_name, needs_x, needs_w)
+    db = dy.sum(0) if needs_bias else None
+    return dx if needs_x else None, dw if needs_w else None, None, db, None, None, None
+
+
+_replicated.register_autograd(_backward, setup_context=_setup)
+refuse_second_order(_replicated_backward)
