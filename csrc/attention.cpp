@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <tuple>
 #include <vector>
 
 #include "scratch.h"
@@ -17,13 +18,19 @@ AttentionItem sequence(const Sequences& s, int64_t i) {
   return {q, q_len, k, s.cu_k[i + 1] - k, 0, 0, q_len};
 }
 
-// Sequences by falling cost, so that no thread starts a long one when the others are done.
-std::vector<AttentionItem> by_cost(const Sequences& s) {
-  std::vector<AttentionItem> items(s.count);
-  for (int64_t i = 0; i < s.count; ++i) items[i] = sequence(s, i);
-  std::stable_sort(items.begin(), items.end(),
-                   [](const auto& a, const auto& b) { return a.q_len * a.k_len > b.q_len * b.k_len; });
+// The calling thread keeps its list for the next call, which then allocates nothing.
+std::vector<AttentionItem>& kept_items() {
+  static thread_local std::vector<AttentionItem> items;
+  items.clear();
   return items;
+}
+
+// By falling cost of the sequence, so that no thread starts a long one when the others are done. Not stable_sort,
+// which allocates: the order is total.
+void sort_by_cost(std::vector<AttentionItem>& items) {
+  std::sort(items.begin(), items.end(), [](const auto& a, const auto& b) {
+    return std::tuple(-a.q_len * a.k_len, a.q_start, a.begin) < std::tuple(-b.q_len * b.k_len, b.q_start, b.begin);
+  });
 }
 
 struct Forward {
@@ -74,12 +81,15 @@ struct Backward {
 
 void attention(const Kernels& kernels, const Attention& job, const Sequences& sequences, int threads) {
   const int64_t block = kernels.attention_queries(job.head_dim);
-  std::vector<AttentionItem> items;
-  for (const AttentionItem& whole : by_cost(sequences))
-    for (int64_t begin = 0; begin < whole.q_len; begin += block) {
-      items.push_back(whole);
-      items.back().begin = begin, items.back().end = std::min(begin + block, whole.q_len);
+  std::vector<AttentionItem>& items = kept_items();
+  for (int64_t i = 0; i < sequences.count; ++i) {
+    AttentionItem item = sequence(sequences, i);
+    for (; item.begin < item.q_len; item.begin += block) {
+      item.end = std::min(item.begin + block, item.q_len);
+      items.push_back(item);
     }
+  }
+  sort_by_cost(items);
   threads = int(std::min<int64_t>(threads, int64_t(items.size()) * job.heads));
   if (threads == 0) return;
   ThreadScratch scratch(kernels.attention_scratch(job.head_dim), threads);
@@ -88,11 +98,13 @@ void attention(const Kernels& kernels, const Attention& job, const Sequences& se
 }
 
 void attention_grad(const Kernels& kernels, const AttentionGrad& job, const Sequences& sequences, int threads) {
-  std::vector<AttentionItem> items = by_cost(sequences);
-  if (job.dbias)
-    for (int64_t i = 0; i < sequences.count; ++i) items[i] = sequence(sequences, i);
+  std::vector<AttentionItem>& items = kept_items();
   int64_t longest = 0;
-  for (const AttentionItem& item : items) longest = std::max(longest, item.q_len);
+  for (int64_t i = 0; i < sequences.count; ++i) {
+    items.push_back(sequence(sequences, i));
+    longest = std::max(longest, items.back().q_len);
+  }
+  if (!job.dbias) sort_by_cost(items);
   const int64_t units = job.forward.kv_heads * (job.dbias ? 1 : sequences.count);
   threads = int(std::min<int64_t>(threads, units));
   if (threads == 0) return;

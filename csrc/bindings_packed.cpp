@@ -21,14 +21,15 @@ using Strided = std::tuple<Address, int64_t, int64_t>;
 
 Attention make_attention(const Strided& q, const Strided& k, const Strided& v, const Strided& out, int dtype,
                          int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t total_q, float scale, int64_t left,
-                         int64_t right, Address slopes, Address bias, int64_t reach, Address lse) {
+                         int64_t right, Address slopes, Address bias, int64_t reach, Address lse, uint64_t seed,
+                         uint32_t drop_below, float kept_factor) {
   const auto& [q_at, q_row, q_head] = q;
   const auto& [k_at, k_row, k_head] = k;
   const auto& [v_at, v_row, v_head] = v;
   const auto& [out_at, out_row, out_head] = out;
   return {at<void>(q_at), at<void>(k_at), at<void>(v_at), at<void>(out_at), q_row, k_row, v_row, out_row,
           q_head, k_head, v_head, out_head, static_cast<DType>(dtype), heads, kv_heads, head_dim, total_q,
-          scale, left, right, at<float>(slopes), at<float>(bias), reach, at<float>(lse)};
+          scale, left, right, at<float>(slopes), at<float>(bias), reach, at<float>(lse), seed, drop_below, kept_factor};
 }
 
 void call_attention(const Kernels& kernels, const Attention& job, Address cu_q, Address cu_k, int64_t count,
@@ -99,9 +100,10 @@ void bind_packed(nb::module_& m) {
   nb::class_<Attention>(m, "Attention", "One attention call, without its sequences.")
       .def("__init__", [](Attention* job, Strided q, Strided k, Strided v, Strided out, int dtype, int64_t heads,
                           int64_t kv_heads, int64_t head_dim, int64_t total_q, float scale, int64_t left, int64_t right,
-                          Address slopes, Address bias, int64_t reach, Address lse) {
+                          Address slopes, Address bias, int64_t reach, Address lse, uint64_t seed, uint32_t drop_below,
+                          float kept_factor) {
         new (job) Attention(make_attention(q, k, v, out, dtype, heads, kv_heads, head_dim, total_q, scale, left, right,
-                                           slopes, bias, reach, lse));
+                                           slopes, bias, reach, lse, seed, drop_below, kept_factor));
       });
   m.def("attention", &call_attention);
   m.def("attention_grad", &call_attention_grad);

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <memory>
-#include <new>
 
+#include "scratch.h"
 #include "signal.h"
 #include "threads.h"
 
@@ -32,43 +30,32 @@ Shape choose_tile(const Kernels& kernels, int64_t m, int64_t n, int threads) {
   return tile;
 }
 
-// The scratch of all threads in one allocation, made before any of them starts: running out of memory is then an
-// exception in the caller. Parts are page-aligned, so that threads never share a cache line.
-class Workspace {
- public:
-  Workspace(const Kernels& k, const Tile& t, const Shape& tile, int threads) {
+// How one thread's part of the scratch is divided.
+struct Parts {
+  int64_t x, panel, sums;
+
+  Parts(const Kernels& k, const Tile& t, const Shape& tile) {
     const int64_t rows = std::min(tile.m, k.max_tile_m), block = std::min(t.k, k.block_k);
     const int64_t cols = ceil_div(std::min(tile.n, k.max_tile_n), k.panel) * k.panel;
     const bool widened = t.dtype != DType::f32;
-    x_ = pages(rows * k.block_ld);
-    panel_ = pages(widened ? block * k.panel : 0);
-    sums_ = pages(t.k > k.block_k ? rows * cols : 0);
-    const int64_t floats = (x_ + panel_ + sums_) * threads;
-    memory_.reset(static_cast<float*>(std::aligned_alloc(4096, floats * sizeof(float))));
-    if (!memory_) throw std::bad_alloc();
+    x = pages(rows * k.block_ld);
+    panel = pages(widened ? block * k.panel : 0);
+    sums = pages(t.k > k.block_k ? rows * cols : 0);
   }
-
-  Scratch of_thread(int64_t thread) const {
-    float* start = memory_.get() + thread * (x_ + panel_ + sums_);
-    return {start, start + x_, start + x_ + panel_};
-  }
+  int64_t floats() const { return x + panel + sums; }
+  Scratch of(float* start) const { return {start, start + x, start + x + panel}; }
 
  private:
   static int64_t pages(int64_t floats) { return ceil_div(floats, 1024) * 1024; }
-  struct Free {
-    void operator()(float* p) const { std::free(p); }
-  };
-  int64_t x_, panel_, sums_;
-  std::unique_ptr<float, Free> memory_;
 };
 
 struct Walk {
   const Kernels& kernels;
   const Linear& linear;
-  const Workspace& workspace;
+  const Parts& parts;
+  ThreadScratch& memory;
   Shape tile;
   int64_t cols, tiles;
-  std::atomic<int64_t> threads{0};
   std::atomic<int64_t> next{0};
   std::atomic<int64_t> not_ready{kNotReady};
 
@@ -104,7 +91,7 @@ struct Walk {
 
   void run() {
     const Schedule& s = linear.schedule;
-    const Scratch scratch = workspace.of_thread(threads.fetch_add(1, std::memory_order_relaxed));
+    const Scratch scratch = parts.of(memory.take());
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tiles;) {
       const int64_t t = s.order ? s.order[i] : i;
       Tile one = linear.whole;
@@ -146,8 +133,9 @@ int64_t linear(const Kernels& kernels, const Linear& job) {
   if (job.schedule.tile_m > 0) tile = {job.schedule.tile_m, job.schedule.tile_n};
   const int64_t cols = ceil_div(n, tile.n), tiles = ceil_div(m, tile.m) * cols;
   const int threads = int(std::min<int64_t>(job.threads, tiles));
-  const Workspace workspace(kernels, job.whole, tile, threads);
-  Walk walk{kernels, job, workspace, tile, cols, tiles};
+  const Parts parts(kernels, job.whole, tile);
+  ThreadScratch memory(parts.floats(), threads);
+  Walk walk{kernels, job, parts, memory, tile, cols, tiles};
   parallel(threads, [](void* arg) { static_cast<Walk*>(arg)->run(); }, &walk);
   return walk.not_ready.load();
 }

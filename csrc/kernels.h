@@ -44,6 +44,8 @@ struct Scratch {
 // Query i of a sequence sees key j when at - left <= j <= at + right, where at = i + k_len - q_len; a negative `left` or
 // `right` is no limit. `slopes` [heads] subtracts slope * |at - j| from the scores, `bias` [heads, 2 * reach + 1] adds
 // bias[reach + clamp(j - at, -reach, reach)]. `lse` [heads, total_q] takes the log2 of each query's sum.
+// Dropout: the weight of (head, query token, key) is dropped when its hash with `seed` is below `drop_below`, and the
+// others are multiplied by `kept_factor`; see dropout.h. drop_below 0 drops nothing.
 struct Attention {
   const void *q, *k, *v;
   void* out;
@@ -57,6 +59,9 @@ struct Attention {
   const float* bias;
   int64_t reach;
   float* lse;
+  uint64_t seed = 0;
+  uint32_t drop_below = 0;
+  float kept_factor = 1.0f;
 };
 
 struct AttentionGrad {

@@ -6,7 +6,7 @@
 //
 // Same bits: a lane never meets another, and blocks of keys start at multiples of kKeys of the sequence.
 #pragma once
-#include "strip.h"
+#include "dropout.h"
 
 namespace weft {
 namespace WEFT_ISA {
@@ -178,6 +178,7 @@ inline void attend(const Attention& a, const AttentionItem& item, int64_t i0, in
                                     s.scores);
   adjust(a, item, i0, count, keys, s.scores, kPanel, s.line);
   exponentiate(s.scores, n, softmax);
+  if (a.drop_below) drop(a, Dropped(a, item.head, item.q_start + i0), keys.begin, n, s.scores, kPanel);
   for (int64_t r = 0; r < d; ++r)
     for (int v = 0; v < kVectors; ++v) {
       float* at = o + r * kPanel + v * kLanes;
@@ -194,7 +195,7 @@ inline void finish_panel(const Attention& a, const AttentionItem& item, int64_t 
     store(max + v * kLanes, s.softmax[panel].max[v]);
     store(sum + v * kLanes, s.softmax[panel].sum[v]);
   }
-  for (int lane = 0; lane < kPanel; ++lane) factor[lane] = sum[lane] == 0.0f ? 0.0f : 1.0f / sum[lane];
+  for (int lane = 0; lane < kPanel; ++lane) factor[lane] = sum[lane] == 0.0f ? 0.0f : a.kept_factor / sum[lane];
   T* out = (T*)a.out + (item.q_start + i0) * a.out_row + item.head * a.out_head;
   store_transposed(s.o + panel * kPanel * a.head_dim, factor, count, a.head_dim, out, a.out_row);
   if (!a.lse) return;

@@ -2,6 +2,7 @@
 //
 //   P = 2^(S - lse)      dV = P^T dO      dP = dO V^T      dS = P (dP - delta)      delta = sum(dO * O)
 //   dQ = scale dS K      dK = scale dS^T Q      dbias = sum of dS over equal distances
+// With dropout, M being its mask over the share that stays:  dV = (M P)^T dO      dP = M (dO V^T)
 //
 // One item is a whole sequence and key head, walked in a fixed order: no two threads add to one sum, so that the bits
 // of a sequence's gradients depend on nothing but the sequence. The layout is that of attention.h: S^T and dS^T have a
@@ -85,6 +86,24 @@ inline void load_queries(const AttentionGrad& g, const AttentionItem& item, int6
   }
 }
 
+// The end of `recompute` with dropout: p becomes what dV needs, the weights that stayed, times their factor.
+inline void recompute_dropped(const AttentionGrad& g, const AttentionItem& item, int64_t i0, Range block, int64_t panel,
+                              const GradScratch& s) {
+  const Attention& a = g.forward;
+  const Dropped dropped(a, item.head, item.q_start + i0);
+  for (int v = 0; v < kVectors; ++v) {
+    const vec lse = load<vec>(s.lse + panel * kPanel + v * kLanes);
+    const vec delta = load<vec>(s.delta + panel * kPanel + v * kLanes);
+    for (int64_t j = 0; j < block.end - block.begin; ++j) {
+      const int64_t at = j * kGradLd + panel * kPanel + v * kLanes;
+      const vec prob = exp2(load<vec>(s.p + at) - lse);
+      const vec kept = dropped.stays(a, v, block.begin + j) ? splat(a.kept_factor) : splat(0.0f);
+      store(s.p + at, kept * prob);
+      store(s.ds + at, prob * (kept * load<vec>(s.ds + at) - delta));
+    }
+  }
+}
+
 // P and dS of one panel of queries; keys outside of `keys` get zeros.
 inline void recompute(const AttentionGrad& g, const AttentionItem& item, int64_t i0, int64_t count, Range block,
                       int64_t panel, const GradScratch& s) {
@@ -94,6 +113,7 @@ inline void recompute(const AttentionGrad& g, const AttentionItem& item, int64_t
   strips<kKeyLd, 1, kPanel, kGradLd>(n, d, s.k, kStrip * kKeyLd, s.q_t + panel * kPanel * d, nullptr, p);
   adjust(a, item, i0, count, block, p, kGradLd, s.line);
   strips<kKeyLd, 1, kPanel, kGradLd>(n, d, s.v, kStrip * kKeyLd, s.do_t + panel * kPanel * d, nullptr, ds);
+  if (a.drop_below) return recompute_dropped(g, item, i0, block, panel, s);
   for (int v = 0; v < kVectors; ++v) {
     const vec lse = load<vec>(s.lse + panel * kPanel + v * kLanes);
     const vec delta = load<vec>(s.delta + panel * kPanel + v * kLanes);

@@ -9,6 +9,7 @@ namespace weft::WEFT_ISA {
 constexpr int kLanes = 8;
 constexpr int kStrip = 6;  // 6 x 2 sums, 2 of the weight, 1 of x: 15 of 16 registers
 constexpr char kName[] = "avx2";
+constexpr bool kFused = true;
 typedef float vec __attribute__((vector_size(4 * kLanes)));
 
 inline vec splat(float v) { return _mm256_set1_ps(v); }

@@ -8,6 +8,7 @@ namespace weft::WEFT_ISA {
 constexpr int kLanes = 4;
 constexpr int kStrip = 6;  // 6 x 2 sums, 2 of the weight, 1 of x: 15 of 16 registers
 constexpr char kName[] = "portable";
+constexpr bool kFused = false;
 typedef float vec __attribute__((vector_size(4 * kLanes)));
 
 inline vec splat(float v) { return vec{} + v; }

@@ -1,6 +1,6 @@
 // Vectors of `kLanes` floats: loads, stores, bf16, exp, erf and the activations, for every instruction set alike.
 // A translation unit defines, in namespace weft::WEFT_ISA, vec, kLanes, kStrip (rows that fit the registers), kName,
-// splat(float) and fma(a, b, c), and then includes the files of this folder.
+// splat(float), fma(a, b, c) and kFused (fma rounds once), and then includes the files of this folder.
 #pragma once
 #include "../kernels.h"
 
@@ -75,12 +75,29 @@ inline vec erf(vec x) {
   return a < splat(1.0f) ? small : (x < splat(0.0f) ? -large : large);
 }
 
+// x (1 + erf(z)) / 2 with z = x / sqrt(2), as max(x, 0) - |x| erfc(|z|) / 2, which rounds less than the sum does.
+// erf(z) is z times a near-minimax ratio p / q of polynomials of z^2; from 3.92 on it is 1 in float, and must be: large
+// numbers are multiplied by what is left. Fewer instructions than erf takes, but without fused multiply-adds it is
+// not as close as torch.
+inline vec gelu(vec x) {
+  if constexpr (!kFused) return splat(0.5f) * x * (splat(1.0f) + erf(x * splat(0.707106781f)));
+  static constexpr float p[] = {1.42408025f, 0.247678638f, 0.0674792156f,
+                                0.00505287852f, 0.000363526633f, 2.49234972e-06f};
+  static constexpr float q[] = {1.2620585f, 0.640182912f, 0.147000462f,
+                                0.0194918476f, 0.00153512903f, 4.73031068e-05f};
+  const vec zero = splat(0.0f), top = splat(3.92f), z = x * splat(0.707106781f), t = z * z;
+  const vec below = horner(t, q), size = x < zero ? -x : x;
+  const vec erfc = fma(z < zero ? z : -z, horner(t, p), below) / below;  // not used where it overflows
+  const vec left = z <= -top ? zero : erfc;
+  return z >= top ? x : fma(splat(-0.5f) * size, left, x > zero ? x : zero);
+}
+
 inline vec sigmoid_times(vec x, vec u) { return x / (splat(1.0f) + exp(-u)); }  // x * sigmoid(u)
 
 inline vec activate(vec x, Activation activation) {
   switch (activation) {
     case Activation::gelu:
-      return splat(0.5f) * x * (splat(1.0f) + erf(x * splat(0.707106781f)));
+      return gelu(x);
     case Activation::gelu_tanh: {  // (1 + tanh(u)) / 2 = sigmoid(2u)
       const vec cubic = fma(x * x * x, splat(0.044715f), x);
       return sigmoid_times(x, cubic * splat(1.5957691216f));

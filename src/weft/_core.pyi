@@ -90,6 +90,9 @@ class Attention:
         bias: int,
         reach: int,
         lse: int,
+        seed: int,
+        drop_below: int,
+        kept_factor: float,
         /,
     ) -> None: ...
 

@@ -3,6 +3,8 @@
     forward   S = scale q k^T + bias       P = softmax(S)       out = P v
     backward  dv = P^T dout    dS = P (dout v^T - sum(dout out))    dq = scale dS k    dk = scale dS^T q
               dbias = dS summed over equal distances
+    dropout   P is multiplied by M, which is 0 or 1 / (1 - dropout), a hash of (seed, head, query, key): nothing of size
+              queries x keys is kept for the backward, which hashes again
 
 All sequences lie end to end; `cu_q` and `cu_k` say where each starts. The bits of a sequence's output and gradients
 depend on that sequence only: not on the batch that it is in or the number of threads. (The gradient of the bias is a
@@ -29,7 +31,10 @@ def attention(
     """
     s = scoring
     out: Tensor
-    out, _ = _op(q, k, v, cu_q, cu_k, s.slopes, s.bias, s.scale, s.left, s.right, isa, threads, _keeps(q, k, v, s.bias))
+    out, _ = _op(
+        q, k, v, cu_q, cu_k, s.slopes, s.bias, s.seed, s.scale, s.left, s.right, s.dropout, isa, threads,
+        _keeps(q, k, v, s.bias),
+    )  # fmt: skip
     return out
 
 
@@ -40,9 +45,15 @@ def self_attention(
     s = scoring
     out: Tensor
     out, _ = _self_op(
-        qkv, cu, s.slopes, s.bias, s.scale, s.left, s.right, heads, kv_heads, isa, threads, _keeps(qkv, s.bias)
-    )
+        qkv, cu, s.slopes, s.bias, s.seed, s.scale, s.left, s.right, s.dropout, heads, kv_heads, isa, threads,
+        _keeps(qkv, s.bias),
+    )  # fmt: skip
     return out
+
+
+def dropout_seed() -> Tensor:
+    """A seed for the dropout of one call: int64 [1], from torch's generator, so that `torch.manual_seed` repeats it."""
+    return torch.randint(torch.iinfo(torch.int64).max, (1,))
 
 
 def _keeps(*tensors: Tensor | None) -> bool:
@@ -70,57 +81,67 @@ def _forward(
 @torch.library.custom_op("weft::attention", mutates_args=())
 def _op(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, slopes: Tensor | None, bias: Tensor | None,
-    scale: float, left: int, right: int, isa: str, threads: int, keep: bool,
+    seed: Tensor | None, scale: float, left: int, right: int, dropout: float, isa: str, threads: int, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _forward(q, k, v, cu_q, cu_k, Scoring(scale, left, right, slopes, bias), isa, threads, keep)
+    return _forward(q, k, v, cu_q, cu_k, Scoring(scale, left, right, slopes, bias, dropout, seed), isa, threads, keep)
 
 
 @_op.register_fake
-def _(q, k, v, cu_q, cu_k, slopes, bias, scale, left, right, isa, threads, keep):  # type: ignore[no-untyped-def]
+def _(q, k, v, cu_q, cu_k, slopes, bias, seed, scale, left, right, dropout, isa, threads, keep):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]) if keep else (0,), dtype=torch.float32)
 
 
 @torch.library.custom_op("weft::attention_grad", mutates_args=())
 def _grad_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
-    slopes: Tensor | None, bias: Tensor | None, scale: float, left: int, right: int, isa: str, threads: int,
-    needs_bias: bool,
+    slopes: Tensor | None, bias: Tensor | None, seed: Tensor | None, scale: float, left: int, right: int,
+    dropout: float, isa: str, threads: int, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     dbias = q.new_zeros(bias.shape if needs_bias and bias is not None else (0,), dtype=torch.float32)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     cpu.attention_grad(
-        dout.contiguous(), q, k, v, out, lse, cu_q, cu_k, Scoring(scale, left, right, slopes, bias),
+        dout.contiguous(), q, k, v, out, lse, cu_q, cu_k, Scoring(scale, left, right, slopes, bias, dropout, seed),
         dq=dq, dk=dk, dv=dv, dbias=dbias if needs_bias else None, isa_name=isa, threads=threads,
     )  # fmt: skip
     return dq, dk, dv, dbias
 
 
 @_grad_op.register_fake
-def _(dout, q, k, v, out, lse, cu_q, cu_k, slopes, bias, scale, left, right, isa, threads, needs_bias):  # type: ignore[no-untyped-def]
+def _(dout, q, k, v, out, lse, cu_q, cu_k, slopes, bias, seed, scale, left, right, dropout, isa, threads, needs_bias):  # type: ignore[no-untyped-def]
     dbias = q.new_empty(bias.shape if needs_bias else (0,), dtype=torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, cu_q, cu_k, slopes, bias, *ctx.options, keep = inputs
+    q, k, v, cu_q, cu_k, slopes, bias, seed, *ctx.options, keep = inputs
     out, lse = output
     ctx.kept = keep
-    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, slopes, bias)
+    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, slopes, bias, seed)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse)
 
 
 def _backward(ctx, dout: Tensor | None, _):  # type: ignore[no-untyped-def]
     if dout is None:
-        return (None,) * 13
+        return (None,) * 15
     assert ctx.kept, "attention ran without keeping what its gradient needs"
     needs_bias = ctx.needs_input_grad[6]
     dq, dk, dv, dbias = _grad_op(dout, *ctx.saved_tensors, *ctx.options, needs_bias)
-    return dq, dk, dv, None, None, None, dbias if needs_bias else None, *(None,) * 6
+    return dq, dk, dv, None, None, None, dbias if needs_bias else None, *(None,) * 8
 
 
 _op.register_autograd(_backward, setup_context=_setup)
+
+
+def _no_second(ctx, *_):  # type: ignore[no-untyped-def]
+    raise NotImplementedError(
+        "second derivatives of packed attention are not supported; for a gradient penalty use "
+        "weft.packed.reference.packed_attention, or the model that was packed"
+    )
+
+
+_grad_op.register_autograd(_no_second)
 
 
 # ---- q, k and v in one tensor ----------------------------------------------------------------------------------------
@@ -128,15 +149,15 @@ _op.register_autograd(_backward, setup_context=_setup)
 
 @torch.library.custom_op("weft::self_attention", mutates_args=())
 def _self_op(
-    qkv: Tensor, cu: Tensor, slopes: Tensor | None, bias: Tensor | None, scale: float, left: int, right: int,
-    heads: int, kv_heads: int, isa: str, threads: int, keep: bool,
+    qkv: Tensor, cu: Tensor, slopes: Tensor | None, bias: Tensor | None, seed: Tensor | None, scale: float, left: int,
+    right: int, dropout: float, heads: int, kv_heads: int, isa: str, threads: int, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = split_heads(qkv, heads, kv_heads)
-    return _forward(q, k, v, cu, cu, Scoring(scale, left, right, slopes, bias), isa, threads, keep)
+    return _forward(q, k, v, cu, cu, Scoring(scale, left, right, slopes, bias, dropout, seed), isa, threads, keep)
 
 
 @_self_op.register_fake
-def _(qkv, cu, slopes, bias, scale, left, right, heads, kv_heads, isa, threads, keep):  # type: ignore[no-untyped-def]
+def _(qkv, cu, slopes, bias, seed, scale, left, right, dropout, heads, kv_heads, isa, threads, keep):  # type: ignore[no-untyped-def]
     tokens, _, width = qkv.shape
     return qkv.new_empty(tokens, heads, width), qkv.new_empty((heads, tokens) if keep else (0,), dtype=torch.float32)
 
@@ -144,40 +165,44 @@ def _(qkv, cu, slopes, bias, scale, left, right, heads, kv_heads, isa, threads, 
 @torch.library.custom_op("weft::self_attention_grad", mutates_args=())
 def _self_grad_op(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cu: Tensor, slopes: Tensor | None, bias: Tensor | None,
-    scale: float, left: int, right: int, heads: int, kv_heads: int, isa: str, threads: int, needs_bias: bool,
+    seed: Tensor | None, scale: float, left: int, right: int, dropout: float, heads: int, kv_heads: int, isa: str,
+    threads: int, needs_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dqkv = qkv.new_empty(qkv.shape)
     dbias = qkv.new_zeros(bias.shape if needs_bias and bias is not None else (0,), dtype=torch.float32)
     q, k, v = split_heads(qkv.contiguous(), heads, kv_heads)
     dq, dk, dv = split_heads(dqkv, heads, kv_heads)
     cpu.attention_grad(
-        dout.contiguous(), q, k, v, out, lse, cu, cu, Scoring(scale, left, right, slopes, bias),
+        dout.contiguous(), q, k, v, out, lse, cu, cu, Scoring(scale, left, right, slopes, bias, dropout, seed),
         dq=dq, dk=dk, dv=dv, dbias=dbias if needs_bias else None, isa_name=isa, threads=threads,
     )  # fmt: skip
     return dqkv, dbias
 
 
 @_self_grad_op.register_fake
-def _(dout, qkv, out, lse, cu, slopes, bias, scale, left, right, heads, kv_heads, isa, threads, needs_bias):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    dout, qkv, out, lse, cu, slopes, bias, seed, scale, left, right, dropout, heads, kv_heads, isa, threads, needs_bias
+):
     return qkv.new_empty(qkv.shape), qkv.new_empty(bias.shape if needs_bias else (0,), dtype=torch.float32)
 
 
 def _self_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    qkv, cu, slopes, bias, *ctx.options, keep = inputs
+    qkv, cu, slopes, bias, seed, *ctx.options, keep = inputs
     out, lse = output
     ctx.kept = keep
-    ctx.save_for_backward(qkv, out, lse, cu, slopes, bias)
+    ctx.save_for_backward(qkv, out, lse, cu, slopes, bias, seed)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse)
 
 
 def _self_backward(ctx, dout: Tensor | None, _):  # type: ignore[no-untyped-def]
     if dout is None:
-        return (None,) * 12
+        return (None,) * 14
     assert ctx.kept, "attention ran without keeping what its gradient needs"
     needs_bias = ctx.needs_input_grad[3]
     dqkv, dbias = _self_grad_op(dout, *ctx.saved_tensors, *ctx.options, needs_bias)
-    return dqkv, None, None, dbias if needs_bias else None, *(None,) * 8
+    return dqkv, None, None, dbias if needs_bias else None, *(None,) * 10
 
 
 _self_op.register_autograd(_self_backward, setup_context=_self_setup)
+_self_grad_op.register_autograd(_no_second)

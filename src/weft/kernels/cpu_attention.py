@@ -23,6 +23,9 @@ class Scoring:
     Query i of a sequence is level with key `at = i + keys - queries`, so that the last ones meet. It sees the keys
     from `at - left` to `at + right`. `slopes` [heads] subtracts slope * |at - key|, `bias` [heads, 2 * reach + 1]
     adds bias[reach + key - at], with distances beyond `reach` counted as `reach`.
+
+    `dropout` is the probability with which a weight is dropped; which ones is a hash of `seed`, an int64 tensor of one
+    element, and of head, query and key.
     """
 
     scale: float
@@ -30,6 +33,8 @@ class Scoring:
     right: int = -1
     slopes: Tensor | None = None
     bias: Tensor | None = None
+    dropout: float = 0.0
+    seed: Tensor | None = None
 
 
 def attention(
@@ -70,7 +75,19 @@ def _job(
     return _core.Attention(
         _strided(q), _strided(k), _strided(v), _strided(out), dtype_code(q.dtype), heads, k.shape[1], width, tokens,
         scoring.scale, scoring.left, scoring.right, slopes, bias, reach, 0 if lse is None else lse.data_ptr(),
+        *_dropout(scoring),
     )  # fmt: skip
+
+
+def drop_below(dropout: float) -> int:
+    """A weight is dropped when its hash of 32 bits is below this."""
+    return min(round(dropout * 2**32), 2**32 - 1)
+
+
+def _dropout(scoring: Scoring) -> tuple[int, int, float]:
+    if scoring.dropout == 0.0 or scoring.seed is None:
+        return 0, 0, 1.0
+    return int(scoring.seed) % 2**64, drop_below(scoring.dropout), 1 / (1 - scoring.dropout)
 
 
 def _strided(t: Tensor) -> tuple[int, int, int]:
@@ -114,6 +131,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scoring: 
 
 
 def _check_scoring(scoring: Scoring, heads: int) -> None:
+    if not 0 <= scoring.dropout < 1:
+        raise ValueError(f"dropout is the probability to drop a weight, from 0 to below 1, got {scoring.dropout}")
+    if scoring.dropout and (scoring.seed is None or scoring.seed.numel() != 1 or scoring.seed.dtype != torch.int64):
+        raise ValueError(f"dropout needs a seed, an int64 tensor of one element, got {scoring.seed}")
     slopes, bias = scoring.slopes, scoring.bias
     if slopes is not None and (
         slopes.shape != (heads,) or slopes.dtype != torch.float32 or not slopes.is_contiguous() or not slopes.is_cpu

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from weft.packed import spec, training
-from weft.packed.forward import Inputs, Program
+from weft.packed.call import Inputs, Kept
+from weft.packed.forward import Program
 
 Describe = Callable[[nn.Module], spec.Transformer]
 
 
 class AttentionDropout(Enum):
-    """What to do in training with a model that drops attention weights, which packed attention cannot."""
+    """Whether training drops attention weights."""
 
-    ERROR = "error"
+    MODEL = "model"  # with the probability that the model says
     OFF = "off"
 
 
@@ -59,28 +60,21 @@ class Engine:
             self._program = None
         return self._model
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        """Hidden states [T, width]."""
+    def __call__(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
+        """Hidden states [T, width]; `kept` gets what it asks for."""
         model = self.model
-        is_training = self._module.training
-        if is_training:
-            self._check_dropout(model)
-        if is_training or self._needs_grad(inputs):
-            return training.forward(model, inputs, training=is_training)
+        if self.is_differentiable(inputs):
+            drops = self._dropout is AttentionDropout.MODEL
+            return training.forward(model, inputs, training=self._module.training, drops_attention=drops, kept=kept)
         if self._program is None:
             self._program = Program(model)
-        return self._program.run(inputs)
+        return self._program.run(inputs, kept)
 
-    def _needs_grad(self, inputs: Inputs) -> bool:
+    def is_differentiable(self, inputs: Inputs) -> bool:
+        """Whether a call runs as in training: with dropout, or with gradients."""
+        if self._module.training:
+            return True
         if not torch.is_grad_enabled():
             return False
         vectors = inputs.vectors is not None and inputs.vectors.requires_grad
         return vectors or any(t.requires_grad for t in self._leaves)
-
-    def _check_dropout(self, model: spec.Transformer) -> None:
-        p = max(layer.attention.dropout for layer in model.layers)
-        if p > 0 and self._dropout is AttentionDropout.ERROR:
-            raise ValueError(
-                f"the model drops attention weights with probability {p:g} in training, which packed attention does "
-                f'not do; set it to 0 in its config, or pack(model, attention_dropout="off") to train without it'
-            )

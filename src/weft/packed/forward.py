@@ -21,11 +21,12 @@ from weft import _core
 from weft.kernels import PackedWeight
 from weft.kernels.cpu import ACTIVATIONS, dtype_code, empty, isa, thread_count
 from weft.packed import spec
+from weft.packed.buffers import Buffers
+from weft.packed.call import Inputs, Kept
 from weft.packed.spec import NormKind, NormOrder
 
 _SCHEDULE = _core.Schedule()
 _NOWHERE = (0, 0)
-_GROWTH = 1.25  # buffers are made this much larger than a batch that outgrew them
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,39 +58,6 @@ class _Layer:
         return cls(layer, *(_Dense.of(p) for p in (attention.qkv, attention.out, mlp.up, mlp.down)))
 
 
-class Buffers:
-    """The memory of one program for up to `capacity` tokens."""
-
-    def __init__(self, model: spec.Transformer, dtype: torch.dtype) -> None:
-        layers = model.layers
-        ups = [_rows_of(layer.mlp.up) for layer in layers]
-        qkvs = [_rows_of(layer.attention.qkv) for layer in layers]
-        self.widths = {
-            "x": model.width,
-            "y": model.width,
-            "context": max(layer.attention.heads * layer.attention.head_dim for layer in layers),
-            "wide": max(*ups, *qkvs),  # qkv is done with when the MLP starts
-            "gated": max((up // 2 for up, layer in zip(ups, layers, strict=True) if layer.mlp.gated), default=0),
-        }
-        self.dtype = dtype
-        self.capacity = -1
-        self.rows: dict[str, tuple[int, int]] = {}
-        self._memory: list[Tensor] = []
-
-    def reserve(self, tokens: int) -> None:
-        """Makes room for `tokens` tokens; does nothing where there is room."""
-        if tokens <= self.capacity:
-            return
-        self.capacity = tokens if self.capacity < 0 else int(tokens * _GROWTH)
-        self._memory = [empty(self.capacity, width, dtype=self.dtype) for width in self.widths.values()]
-        addresses = [(memory.data_ptr(), memory.shape[1]) for memory in self._memory]
-        self.rows = dict(zip(self.widths, addresses, strict=True))
-
-
-def _rows_of(projection: spec.Projection) -> int:
-    return sum(w.shape[1 if projection.transposed else 0] for w in projection.weights)
-
-
 class Program:
     """A transformer ready to run. It holds packed copies of the weights: make a new one when they have changed."""
 
@@ -101,17 +69,24 @@ class Program:
         self._layers = [_Layer.of(layer) for layer in model.layers]
         self._buffers = Buffers(model, self.dtype)
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self._order = torch.empty(0, dtype=torch.int64)
         self._lock = threading.Lock()  # calls share the buffers
 
-    def run(self, inputs: Inputs) -> Tensor:
-        """The hidden states [T, width] after the last layer, in new memory."""
+    def run(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
+        """The hidden states [T, width] after the last layer, in new memory; `kept` gets copies of what it asks for."""
+        if inputs.vectors is not None and inputs.vectors.dtype != self.dtype:
+            raise ValueError(f"the model computes in {self.dtype}, got vectors of {inputs.vectors.dtype}; convert them")
         out = empty(inputs.tokens, self.model.width, dtype=self.dtype)
-        if inputs.tokens == 0:
-            return out
         with self._lock:
-            self._buffers.reserve(inputs.tokens)
-            _Run(self, inputs, out).all()
+            self._buffers.reserve(max(inputs.tokens, 1))
+            _Run(self, inputs, out, kept).all()
         return out
+
+    def in_order(self, tokens: int) -> Tensor:
+        """0, 1, ... for at least `tokens` tokens, kept for the next call."""
+        if self._order.numel() < tokens:
+            self._order = torch.arange(tokens)
+        return self._order
 
     def rotary_tables(self, rotary: spec.Rotary, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin for at least `positions` positions, kept for the next call."""
@@ -129,26 +104,14 @@ def _common_dtype(sources: list[Tensor]) -> torch.dtype:
     return next(iter(kinds))[0]
 
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """What one call computes on. Either `indices`, one int64 [T] for each embedding table, or `vectors` [T, width].
-
-    `positions` [T] are for rotary embeddings; `farthest` is the largest.
-    """
-
-    cu_seqlens: Tensor
-    tokens: int
-    indices: tuple[Tensor, ...] = ()
-    vectors: Tensor | None = None
-    positions: Tensor | None = None
-    farthest: int = 0
+_NOTHING = Kept()
 
 
 class _Run:
     """One call: the arguments that do not change from step to step."""
 
-    def __init__(self, program: Program, inputs: Inputs, out: Tensor) -> None:
-        self.program, self.inputs = program, inputs
+    def __init__(self, program: Program, inputs: Inputs, out: Tensor, kept: Kept | None) -> None:
+        self.program, self.inputs, self.kept = program, inputs, kept or _NOTHING
         self.kernels, self.code = program._kernels, program._code
         self.rows, self.tokens = program._buffers.rows, inputs.tokens
         self.threads = thread_count(0)
@@ -160,6 +123,8 @@ class _Run:
         layers = self.program._layers
         self.embed(model.embedding)
         for i, layer in enumerate(layers):
+            if self.kept.states is not None:
+                self.kept.states.append(self.program._buffers.copy("x", self.tokens, self.width))
             last = i == len(layers) - 1 and model.final_norm is None
             to = self.out if last else self.rows["x"]
             (self.post_norm if layer.described.order is NormOrder.POST else self.pre_norm)(layer, to)
@@ -167,19 +132,19 @@ class _Run:
             self.norm(model.final_norm, self.rows["x"], self.out)
 
     def embed(self, embedding: spec.Embedding | None) -> None:
-        x = self.rows["x"]
-        if embedding is None:
-            assert self.inputs.vectors is not None
-            source, in_order = self.inputs.vectors, torch.arange(self.tokens)
-            tables = [(source.data_ptr(), source.stride(0), in_order.data_ptr())]
-            _core.gather(self.kernels, self.code, tables, x, self.tokens, self.width, self.threads)
-            return
-        tables = [
-            (table.data_ptr(), table.stride(0), index.data_ptr())
-            for table, index in zip(embedding.tables, self.inputs.indices, strict=True)
-        ]
+        x, vectors = self.rows["x"], self.inputs.vectors
+        tables = []
+        if vectors is not None:
+            order = self.program.in_order(self.tokens)
+            tables = [(vectors.data_ptr(), vectors.stride(0), order.data_ptr())]
+        if embedding is not None:
+            skipped = len(tables)
+            tables += [
+                (table.data_ptr(), table.stride(0), index.data_ptr())
+                for table, index in zip(embedding.tables[skipped:], self.inputs.indices[skipped:], strict=True)
+            ]
         _core.gather(self.kernels, self.code, tables, x, self.tokens, self.width, self.threads)
-        if embedding.norm is not None:
+        if embedding is not None and embedding.norm is not None:
             self.norm(embedding.norm, x, x)
 
     def post_norm(self, layer: _Layer, to: tuple[int, int]) -> None:
@@ -215,12 +180,17 @@ class _Run:
                 self.kernels, self.code, (at, stride), (at, stride), a.heads + a.kv_heads, a.head_dim, cos.data_ptr(),
                 sin.data_ptr(), self.inputs.positions.data_ptr(), 1.0, self.tokens, self.threads,
             )  # fmt: skip
+        if self.kept.keys_values is not None:
+            heads = self.program._buffers.copy("wide", self.tokens, stride)
+            heads = heads.view(self.tokens, a.heads + 2 * a.kv_heads, a.head_dim)
+            self.kept.keys_values.append((heads[:, a.heads : -a.kv_heads], heads[:, -a.kv_heads :]))
         d, size = a.head_dim, 4 if self.code == 0 else 2
         q, k, v = ((at + first * d * size, stride, d) for first in (0, a.heads, a.heads + a.kv_heads))
         context = (self.rows["context"][0], a.heads * d, d)
         job = _core.Attention(
-            q, k, v, context, self.code, a.heads, a.kv_heads, d, self.tokens, a.scale, a.left, a.right, 0, 0, 0, 0
-        )
+            q, k, v, context, self.code, a.heads, a.kv_heads, d, self.tokens, a.scale, a.left, a.right, 0, 0, 0, 0,
+            0, 0, 1.0,
+        )  # fmt: skip
         _core.attention(self.kernels, job, cu.data_ptr(), cu.data_ptr(), cu.numel() - 1, self.threads)
 
     def mlp(self, layer: _Layer, x: tuple[int, int]) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.kernels.cpu_attention import drop_below
 from weft.packed.batch import PackedBatch
 
 
@@ -20,12 +21,15 @@ def packed_attention(
     scale: float | None = None,
     alibi_slopes: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """See `weft.packed.packed_attention`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     lengths = batch.lengths.tolist(), (keys or batch).lengths.tolist()
     parts = ((q, lengths[0]), (k, lengths[1]), (v, lengths[1]))
     outputs = []
+    first = 0
     for qs, ks, vs in zip(*(torch.split_with_sizes(t, n) for t, n in parts), strict=True):
         group = q.shape[1] // k.shape[1]
         ks, vs = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (ks, vs))
@@ -41,8 +45,33 @@ def packed_attention(
         # A query that sees nothing gets zeros, and no NaN enters its gradient.
         scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
         weights = scores.softmax(-1) * seen
+        if dropout and seed is not None:
+            weights = weights * kept(int(seed), q.shape[1], first, qs.shape[0], ks.shape[1], dropout) / (1 - dropout)
+        first += qs.shape[0]
         outputs.append((weights @ vs).transpose(0, 1))
     return torch.cat(outputs) if outputs else q.clone()
+
+
+def kept(seed: int, heads: int, first: int, queries: int, keys: int, dropout: float) -> Tensor:
+    """Which weights [heads, queries, keys] dropout leaves. `first` is the place of the first query in the batch."""
+    low, high = seed % 2**32, seed // 2**32 % 2**32
+    of_head = _mixed(low ^ _times(torch.arange(heads), 0x9E3779B1), high)[:, None]
+    one = _mixed((of_head + _times(first + torch.arange(queries), 0x85EBCA77)) % 2**32, high)
+    two = _mixed(one ^ high, of_head)
+    hashed = _mixed((one[..., None] + _times(torch.arange(keys), 0x9E3779B1)) % 2**32, two[..., None])
+    return hashed >= drop_below(dropout)
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    """x * factor modulo 2^32 for x below 2^32, in halves, as the product of both would not fit."""
+    return ((x >> 16) * factor % 2**16 * 2**16 + (x % 2**16) * factor) % 2**32
+
+
+def _mixed(x: Tensor, between: Tensor | int) -> Tensor:
+    """The hash of csrc/isa/dropout.h."""
+    x = _times(x ^ (x >> 16), 0x7FEB352D)
+    x = _times(x ^ (x >> 15) ^ between, 0x846CA68B)
+    return x ^ (x >> 16)
 
 
 def _distances(queries: int, keys: int) -> Tensor:

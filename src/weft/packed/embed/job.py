@@ -18,7 +18,8 @@ from weft.packed.embed.readers import Bad, Record, Text, format_of, read
 from weft.packed.embed.writers import Writer
 
 TOKEN_BUDGET = 4096  # of a batch: enough rows for the matmuls, few enough for the caches
-_TOKENIZED_AT_ONCE = 256
+_TOKENIZED_AT_ONCE = 256  # texts, or fewer that are long
+_CHARACTERS_AT_ONCE = 1 << 20
 
 
 class Embeds(Protocol):
@@ -128,8 +129,7 @@ def _tokenized(
     records: Iterable[tuple[int, Record]], encoder: Embeds, skip_bad: bool
 ) -> Iterator[_Tokenized | tuple[int, Bad]]:
     """The records in order, texts tokenized a few hundred at a time."""
-    records = iter(records)
-    while group := list(islice(records, _TOKENIZED_AT_ONCE)):
+    for group in _groups(records):
         texts = [(i, record) for i, record in group if isinstance(record, Text)]
         ids = iter(encoder.tokenize([record.text for _, record in texts]) if texts else [])
         for i, record in group:
@@ -142,6 +142,20 @@ def _tokenized(
                     f"line {record.line} of the input cannot be read: {record.reason}; "
                     f"mend it, or pass --errors skip; what is done is kept"
                 )
+
+
+def _groups(records: Iterable[tuple[int, Record]]) -> Iterator[list[tuple[int, Record]]]:
+    """Records a few hundred at a time; fewer where they are long, so that memory is bounded by characters."""
+    group: list[tuple[int, Record]] = []
+    characters = 0
+    for i, record in records:
+        group.append((i, record))
+        characters += len(record.text) if isinstance(record, Text) else 0
+        if len(group) == _TOKENIZED_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
 
 
 def _batches(items: Iterable[_Tokenized | tuple[int, Bad]], budget: int) -> Iterator[_Batch]:

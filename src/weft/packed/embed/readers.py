@@ -194,7 +194,7 @@ def _parquet(stream: IO[bytes], column: str) -> Iterator[Record]:
         raise ImportError("reading Parquet needs pyarrow; pip install pyarrow") from error
     broken: type[Exception] = import_module("pyarrow").ArrowException
     try:
-        file = arrow.ParquetFile(stream)
+        file = arrow.ParquetFile(stream, pre_buffer=False)  # which would hold all that was ever read
     except (broken, OSError) as error:
         raise ValueError(f"the input is no Parquet file: {error}") from error
     names = file.schema_arrow.names
@@ -202,10 +202,11 @@ def _parquet(stream: IO[bytes], column: str) -> Iterator[Record]:
         raise ValueError(f"the input has no column {column!r}; there are {', '.join(map(repr, names))}")
     number = 0
     try:
-        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
-            for value in batch.column(0):
-                number += 1
-                yield _parquet_value(number, value)
+        for group in range(file.num_row_groups):
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group], columns=[column]):
+                for value in batch.column(0):
+                    number += 1
+                    yield _parquet_value(number, value)
     except (broken, OSError) as error:
         raise ValueError(f"the Parquet file is broken after row {number}: {error}") from error
 

@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from weft.packed.engine import AttentionDropout
+from weft.packed.models.base import Family
 from weft.packed.models.bert import columns, describe_bert, describe_distilbert, roberta_positions
 from weft.packed.models.common import Unsupported
 from weft.packed.models.gpt2 import describe_gpt2
-from weft.packed.models.hf import Family, pack_base, pack_head
+from weft.packed.models.hf import pack_base, pack_head
 from weft.packed.models.inputs import HeadKind
 from weft.packed.models.llama import describe_llama
 from weft.packed.models.modernbert import describe_modernbert
@@ -21,6 +22,7 @@ _ENCODER_HEADS = {
     "ForMaskedLM": HeadKind.TOKENS,
     "ForTokenClassification": HeadKind.TOKENS,
     "ForSequenceClassification": HeadKind.FIRST,
+    "ForQuestionAnswering": HeadKind.SPANS,
 }
 _POOLED = "BaseModelOutputWithPoolingAndCrossAttentions"
 
@@ -37,12 +39,14 @@ FAMILIES = (
     Family(
         "GPT2Model", describe_gpt2, columns, "BaseModelOutputWithPastAndCrossAttentions",
         {"GPT2LMHeadModel": HeadKind.NEXT_TOKEN, "GPT2ForSequenceClassification": HeadKind.PADDED,
-         "GPT2ForTokenClassification": HeadKind.TOKENS},
+         "GPT2ForTokenClassification": HeadKind.TOKENS, "GPT2ForQuestionAnswering": HeadKind.SPANS},
+        has_cache=True,
     ),
     Family(
         "LlamaModel", describe_llama, columns, "BaseModelOutputWithPast",
         {"LlamaForCausalLM": HeadKind.NEXT_TOKEN, "LlamaForSequenceClassification": HeadKind.PADDED,
-         "LlamaForTokenClassification": HeadKind.TOKENS},
+         "LlamaForTokenClassification": HeadKind.TOKENS, "LlamaForQuestionAnswering": HeadKind.SPANS},
+        has_cache=True,
     ),
 )  # fmt: skip
 
@@ -55,16 +59,16 @@ def supported() -> list[str]:
     return [*names, "SentenceTransformer", "torch.nn.TransformerEncoder"]
 
 
-def pack(model: ModelT, *, attention_dropout: str = "error") -> ModelT:
+def pack(model: ModelT, *, attention_dropout: str = "model") -> ModelT:
     """A twin of the model that never computes a padded token: same call, same parameters, same outputs.
 
     Takes Hugging Face's BERT (MiniLM is one), RoBERTa, DistilBERT, ModernBERT, GPT-2 and Llama, with the usual heads,
     a SentenceTransformer around one of these, and torch.nn.TransformerEncoder. Outputs at padding are zeros. The twin
     shares its parameters with the model; in inference it keeps a packed copy of them, which it renews when they
-    change. It computes no attention weights and keeps no cache; an argument that asks for these is an error.
+    change. It computes no attention weights; an argument that asks for them is an error. A decoder fills the cache of
+    keys and values that `generate` goes on with.
 
-    Where the model drops attention weights in training, `attention_dropout` says what to do: "error", or "off" to
-    train without.
+    Training drops what the model drops, attention weights too; `attention_dropout="off"` trains without the latter.
 
     >>> import torch
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()

@@ -77,6 +77,8 @@ def roberta_positions(model: Any, batch: PackedBatch, padded_ids: Tensor | None)
         real = (padded_ids != pad).to(torch.int64)
         positions: Tensor = batch.gather(real.cumsum(1) * real + pad)
         return positions
+    if batch.values.is_floating_point():  # embeddings: nobody knows which were padding tokens, so columns count
+        return batch.columns + pad + 1
     real = (batch.values != pad).to(torch.int64)
     counted = torch.cat([real.new_zeros(1), real.cumsum(0)])
     before = counted[batch.cu_seqlens[:-1].long()].repeat_interleave(batch.lengths)

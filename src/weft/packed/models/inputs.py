@@ -18,7 +18,43 @@ class HeadKind(Enum):
     TOKENS = "tokens"  # each token by itself
     NEXT_TOKEN = "next token"  # each token by itself, its label is the next one's
     FIRST = "first"  # the first column of the padded states
+    SPANS = "spans"  # each token by itself, a softmax over the columns
     PADDED = "padded"  # whatever it likes of the padded states
+
+
+# Arguments that carry no work: these values change nothing.
+_HARMLESS: dict[str, tuple[object, ...]] = {"use_cache": (None, False), "return_dict": (None, True, False)}
+
+
+def reject(arguments: dict[str, Any], supported: set[str], model: Any) -> None:
+    """Raises if an argument or the config asks for what a packed model would not heed."""
+    what = type(model).__name__
+    for name, value in arguments.items():
+        if name in supported or value is None or value is False or value in _HARMLESS.get(name, ()):
+            continue
+        raise Unsupported(f"{what}: the argument {name} is not supported; supported are {', '.join(sorted(supported))}")
+    if model.config.output_attentions and arguments.get("output_attentions") is None:
+        raise Unsupported(
+            f"{what}: config.output_attentions = True is not supported; attention weights are never stored"
+        )
+
+
+def pack_inputs(arguments: dict[str, Any]) -> tuple[PackedBatch, Tensor | None]:
+    """The tokens of a call, ids [T] or embeddings [T, width], and the padded ids where there are some."""
+    ids, vectors, mask = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
+    if ids is not None and vectors is not None:
+        raise ValueError("got both input_ids and inputs_embeds, expected one of them")
+    if isinstance(ids, PackedBatch):
+        if mask is not None:
+            raise Unsupported("a PackedBatch needs no attention_mask: it has no padding; leave it out")
+        return ids, None
+    if vectors is None:
+        padded = checked_ids(ids)
+        return PackedBatch.from_padded(padded, checked_mask(mask)), padded
+    if not isinstance(vectors, Tensor) or vectors.dim() != 3 or not vectors.is_floating_point():
+        got = f"{vectors.dtype} {list(vectors.shape)}" if isinstance(vectors, Tensor) else type(vectors).__name__
+        raise ValueError(f"inputs_embeds must be floating-point numbers of shape [batch, length, width], got {got}")
+    return PackedBatch.from_padded(vectors, checked_mask(mask)), None
 
 
 def first_tokens(batch: PackedBatch, what: str) -> Tensor:
@@ -32,6 +68,12 @@ def first_tokens(batch: PackedBatch, what: str) -> Tensor:
         )
     out = batch.values.new_zeros(batch.sequences, batch.values.shape[1])
     return out.index_copy(0, filled.nonzero().squeeze(1), batch.values[starts[filled]])
+
+
+def ends_in_last_column(batch: PackedBatch) -> bool:
+    """Whether the last column holds a token of every sequence."""
+    last = (batch.columns == batch.padded_shape[1] - 1).sum()
+    return int(last) == batch.sequences
 
 
 def packed_labels(batch: PackedBatch, labels: Tensor, kind: HeadKind) -> Tensor:

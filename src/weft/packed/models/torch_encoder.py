@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.packed.batch import PackedBatch
+from weft.packed.call import Inputs
 from weft.packed.engine import AttentionDropout, Engine
-from weft.packed.forward import Inputs
 from weft.packed.models.common import Unsupported, layer_norm, linear
 from weft.packed.models.hf import subclass
 from weft.packed.spec import Attention, Layer, Mlp, NormOrder, Projection, Transformer
@@ -52,12 +52,10 @@ def _forward(
     batch_first = self.layers[0].self_attn.batch_first
     single = src.dim() == 2
     padded = src[None] if single else (src if batch_first else src.transpose(0, 1))
-    hidden = None
-    if src_key_padding_mask is not None:
-        hidden = (src_key_padding_mask[None] if single else src_key_padding_mask) == 0
-        if src_key_padding_mask.dtype != torch.bool:  # additive: 0 is a token, -inf is not
-            hidden = (src_key_padding_mask[None] if single else src_key_padding_mask) == 0
-    batch = PackedBatch.from_padded(padded, hidden)
+    real = None
+    if src_key_padding_mask is not None:  # a boolean mask is True, an additive one -inf, where there is no token
+        real = (src_key_padding_mask[None] if single else src_key_padding_mask) == 0
+    batch = PackedBatch.from_padded(padded, real)
     inputs = Inputs(batch.cu_seqlens, batch.tokens, vectors=batch.values)
     out = batch.with_values(self.weft_engine(0 if causal else -1)(inputs)).to_padded()
     return out[0] if single else (out if batch_first else out.transpose(0, 1))
