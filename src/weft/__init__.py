@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         plan_overlap,
     )
     from weft.packed import PackedBatch, pack, packed_attention
+    from weft.pipeline import Pipeline
+    from weft.pipeline.schedules import schedule
     from weft.reshard import plan_reshard, reshard_state_dict
     from weft.timeline import Timeline
     from weft.tracing import trace
@@ -44,11 +46,12 @@ _HOME = {
         "plan_overlap",
     ),
     "weft.packed": ("PackedBatch", "pack", "packed_attention"),
+    "weft.pipeline": ("Pipeline", "schedule"),
     "weft.reshard": ("plan_reshard", "reshard_state_dict"),
     "weft.timeline": ("Timeline",),
     "weft.tracing": ("trace",),
 }
-_PACKAGES = ("comm", "kernels", "lab", "overlap", "packed", "reshard")
+_PACKAGES = ("comm", "kernels", "lab", "overlap", "packed", "pipeline", "reshard")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
@@ -60,6 +63,7 @@ __all__ = [
     "PeerLost",
     "PeerMismatch",
     "PeerTimeout",
+    "Pipeline",
     "RowwiseOverlap",
     "Timeline",
     "all_gather_matmul",
@@ -73,6 +77,7 @@ __all__ = [
     "plan_reshard",
     "reshard",
     "reshard_state_dict",
+    "schedule",
     "trace",
 ]
 

@@ -21,7 +21,16 @@ from weft.errors import RankFailed
 # pytest's threads, that starts fast.
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch.distributed.tensor", "torch._dynamo", "hypothesis", "pytest", "weft.comm", "weft.overlap", "weft.reshard"]
+    [
+        "torch.distributed.tensor",
+        "torch._dynamo",
+        "hypothesis",
+        "pytest",
+        "weft.comm",
+        "weft.overlap",
+        "weft.reshard",
+        "weft.pipeline.api",
+    ]
 )
 
 # What the other ranks get to report their own error after the first one.

@@ -14,19 +14,19 @@ from torch.distributed import ProcessGroup
 from weft import tracing
 from weft.cluster import Cluster
 from weft.errors import WeftError
-from weft.layout import Mesh
+from weft.pipeline.context import Payload
 from weft.pipeline.costs import Costs, Transfers
-from weft.pipeline.exchange import Exchange, Payload
-from weft.pipeline.graph import Edge, StageGraph, chain
+from weft.pipeline.exchange import Exchange
+from weft.pipeline.graph import Edge, StageGraph
 from weft.pipeline.links import Links, Options
 from weft.pipeline.lower import lower
 from weft.pipeline.lowered import Lowered
-from weft.pipeline.microbatch import as_arguments, split_batch, split_keywords
-from weft.pipeline.placing import Placing, StageLayouts, as_mesh
+from weft.pipeline.placing import StageLayouts
 from weft.pipeline.routes import Routes, join
 from weft.pipeline.runtime import Gone, Runner, Step, describe
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.stage import Given, LossFn, Stage, seed_of
+from weft.pipeline.setup import as_graph, as_member, give, make_placing, make_stages
+from weft.pipeline.stage import LossFn
 from weft.pipeline.wires import Wires
 from weft.reshard.staging import Stopped
 
@@ -94,32 +94,36 @@ class Pipeline:
     ) -> None:
         """`costs` decide who sends a skip tensor, where several could; equal stages unless told."""
         self.schedule, self.timeout, self.seed = schedule, timeout, seed
+        self.steps = 0
         self._broken: str | None = None
         wires = Wires(dist.group.WORLD if group is None else group, timeout=timeout)  # type: ignore[arg-type]
+        rank = wires.world[wires.rank]
         problem: ValueError | None = None
         text = ""
         try:
-            self.transfers, how = _member(Transfers, transfers, "transfers"), _member(Payload, payload, "payload")
-            self.graph = _graph(edges, schedule.stages)
-            self.placing = _placing(self.graph, schedule, meshes, wires, input_layouts, output_layouts)
+            self.transfers = as_member(Transfers, transfers, "transfers")
+            options = Options(strategy, cluster, chunk_bytes, as_member(Payload, payload, "payload"))
+            self.graph = as_graph(edges, schedule.stages)
+            self.placing = make_placing(self.graph, schedule, meshes, wires, input_layouts, output_layouts)
             self.lowered = lower(schedule, self.graph, costs=costs, transfers=self.transfers)
             self._forward = lower(schedule.forward_only(), self.graph, costs=costs, transfers=self.transfers)
-            self.stages = self._stages(stages, wires, loss_fn, checkpoint)
-            text = f"{self.placing}\n{self.lowered}\n{self.transfers} {how} {strategy} {cluster} {chunk_bytes} {seed}"
+            self.stages = make_stages(self.placing, rank, stages, loss_fn, checkpoint)
+            text = f"{self.placing}\n{self.lowered}\n{self.transfers}, {options}, seed {seed}"
         except ValueError as error:
             problem = error
         try:
+            # A problem of one rank is told to all, so that nobody waits for a pipeline that will not be.
             wires.notes.agree("pipeline", text if problem is None else f"refused: {problem}")
-        except WeftError:
+        except WeftError as error:
             wires.close(together=False)
-            if problem is None:
-                raise
+            raise (problem or error) from None
         if problem is not None:
+            wires.close(together=False)
             raise problem
+        self._place = self.placing.schedule_rank(rank)
         self._routes, self._forward_routes = join(self.lowered, self._forward)
-        options = Options(strategy, cluster, chunk_bytes, how)
-        self._links = Links(wires, self.placing, self._routes, options)
-        self.steps = 0
+        devices = {index: stage.device for index, stage in self.stages.items()}
+        self._links = Links(wires, self.placing, self._routes, options, devices)
 
     def step(self, batch: Any = None, targets: Any = None, *, loss_scale: float = 1.0, **keywords: Any) -> Tensor:
         """One training step without the optimiser's: gradients are added to the `grad` of this rank's parameters.
@@ -191,30 +195,6 @@ class Pipeline:
 
     # -----------------------------------------------------------------------------------------------------------
 
-    def _stages(self, given: Any, wires: Wires, loss_fn: LossFn | None, checkpoint: Any) -> dict[int, Stage]:
-        rank = wires.world[wires.rank]
-        modules = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
-        self._place = self.placing.schedule_rank(rank)
-        mine = () if self._place is None else self.schedule.stages_of(self._place)
-        kept = range(self.schedule.stages) if checkpoint is True else (checkpoint or ())
-        found = {}
-        for index in mine:
-            module = modules.get(index)
-            if not isinstance(module, nn.Module):
-                raise ValueError(
-                    f"stage {index} is {module!r} on rank {rank}, expected an nn.Module, since the rank is in the mesh "
-                    f"of that stage; give {{{index}: module}}"
-                )
-            is_last = index == self.schedule.stages - 1
-            if is_last and loss_fn is None and self.schedule.has_backward:
-                raise ValueError(
-                    f"rank {rank} has the last stage and no loss_fn; expected loss_fn=(output, targets) -> loss"
-                )
-            found[index] = Stage(
-                index, module, self.graph, loss_fn=loss_fn if is_last else None, checkpoint=index in kept
-            )
-        return found
-
     def _run(
         self,
         lowered: Lowered,
@@ -232,10 +212,29 @@ class Pipeline:
         if self._place is None:
             self.steps += training
             return Step({})
-        step = Step(self._given(batch, targets, keywords, loss_scale, number, training=training))
+        step = Step(
+            give(
+                self.placing,
+                list(self.stages),
+                batch,
+                targets,
+                keywords,
+                scale=loss_scale,
+                seed=self.seed,
+                step=number,
+                training=training,
+            )
+        )
         for stage in self.stages.values():
             stage.reset()
-        exchange = Exchange(links.context, routes, step=number, train=training, recorder=recorder)
+        exchange = Exchange(
+            links.context,
+            routes,
+            step=number,
+            train=training,
+            recorder=recorder,
+            in_turn=self.transfers is Transfers.OVERLAPPED,
+        )
         runner = Runner(
             lowered,
             routes,
@@ -243,6 +242,7 @@ class Pipeline:
             self.stages,
             exchange,
             links.board,
+            lost=links.lost,
             ranks_of={stage: self.placing.ranks_of(stage) for stage in range(self.schedule.stages)},
             timeout=self.timeout,
             transfers=self.transfers,
@@ -272,79 +272,6 @@ class Pipeline:
             stage.reset()
         return shown
 
-    def _given(
-        self, batch: Any, targets: Any, keywords: Mapping[str, Any], scale: float, number: int, *, training: bool
-    ) -> dict[tuple[int, int], Given]:
-        """What each stage of this rank is given for each micro-batch; checked before anything starts."""
-        count = self.schedule.microbatches
-        heads = [stage for stage in self.stages if not self.graph.into(stage)]
-        if heads and batch is None and not keywords:
-            raise ValueError(f"batch is None, expected one for stage {heads[0]}, which has no incoming edge")
-        if self.has_last_stage and training and targets is None:
-            raise ValueError("targets is None on a rank of the last stage, expected targets for loss_fn")
-        if isinstance(batch, tuple):
-            parts = [tuple(p) for p in zip(*(split_batch(x, count, "batch") for x in batch), strict=True)]
-        else:
-            parts = [as_arguments(part) for part in split_batch(batch if heads else None, count, "batch")]
-        goals = split_batch(targets if self.has_last_stage else None, count, "targets")
-        words = split_keywords(keywords, count)
-        return {
-            (stage, i): Given(
-                parts[i] if stage in heads else (),
-                words[i],
-                goals[i] if stage == self.schedule.stages - 1 else None,
-                scale / count,
-                None if self.seed is None else seed_of(self.seed, number, stage, i),
-            )
-            for stage in self.stages
-            for i in range(count)
-        }
-
 
 def _in_order(losses: Mapping[int, Tensor]) -> Tensor:
     return torch.stack([losses[i].reshape(()) for i in sorted(losses)]) if losses else torch.empty(0)
-
-
-def _graph(edges: StageGraph | Sequence[Edge] | None, stages: int) -> StageGraph:
-    if edges is None:
-        return chain(stages)
-    return edges if isinstance(edges, StageGraph) else StageGraph(stages, tuple(edges))
-
-
-def _placing(
-    graph: StageGraph,
-    schedule: Schedule,
-    meshes: Sequence[Any],
-    wires: Wires,
-    input_layouts: StageLayouts | None,
-    output_layouts: StageLayouts | None,
-) -> Placing:
-    real = dict(zip(wires.world, wires.hosts, strict=True))
-    values = [as_mesh(mesh, real) for mesh in meshes]
-    placing = Placing.of(schedule, graph, values, input_layouts, output_layouts)
-    _check_hosts(values, real)
-    return placing
-
-
-def _check_hosts(meshes: Sequence[Mesh], real: Mapping[int, int]) -> None:
-    """Ranks that meshes put on one host must share one: they will share memory."""
-    seen: dict[int, int] = {}
-    for mesh in meshes:
-        for rank, host in zip(mesh.ranks, mesh.hosts, strict=True):
-            if rank not in real:
-                raise ValueError(f"a mesh has rank {rank}, expected ranks of the process group: {sorted(real)}")
-            first = seen.setdefault(host, rank)
-            if real[first] != real[rank]:
-                raise ValueError(
-                    f"meshes have ranks {first} and {rank} on host {host}, but they run on different hosts; give each "
-                    "rank the host that it runs on, or give meshes as lists of ranks, and hosts are found"
-                )
-
-
-def _member(kind: Any, given: Any, what: str) -> Any:
-    values = {member.value: member for member in kind}
-    if isinstance(given, kind):
-        return given
-    if given not in values:
-        raise ValueError(f"{what} is {given!r}, expected one of {', '.join(values)}")
-    return values[given]

@@ -11,120 +11,38 @@ know. Of the sends that are ready on a rank the most urgent goes first, in the o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from weft import tracing
 from weft.errors import LONGEST_SECONDS, PeerMismatch
-from weft.pipeline.buffers import Buffers
-from weft.pipeline.channel import Channel, Planner, Way
+from weft.pipeline.cells import Cell, Gate
+from weft.pipeline.channel import Channel, Way
+from weft.pipeline.context import Context, Payload
 from weft.pipeline.header import LENGTH, Header, is_cut, whole_shape
 from weft.pipeline.lowered import Direction, Transfer
-from weft.pipeline.routes import Leg, Route, Routes
-from weft.pipeline.wires import Wires
+from weft.pipeline.routes import Leg, Routes
 from weft.reshard.staging import Stopped
-
-_SLICE_SECONDS = 0.1
-
-
-class Payload(Enum):
-    """What transfers carry."""
-
-    TENSORS = "tensors"
-    SIGNALS = "signals"  # a few bytes in place of each tensor, whose values are then 0: the speed without a network
-
-
-class Cell:
-    """A value that one thread sets and others wait for."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._value: object = None
-
-    def set(self, value: object = None) -> None:
-        """Hands the value over."""
-        self._value = value
-        self._event.set()
-
-    @property
-    def is_set(self) -> bool:
-        return self._event.is_set()
-
-    def wait(self, stop: threading.Event) -> object:
-        """The value, once it is there."""
-        while not self._event.wait(_SLICE_SECONDS):
-            if stop.is_set():
-                raise Stopped
-        return self._value
-
-    def poll(self, seconds: float) -> bool:
-        """Whether it is there, after waiting for so long at most."""
-        return self._event.wait(seconds)
-
-    def get(self) -> object:
-        """The value, which is there."""
-        return self._value
-
-
-class Gate:
-    """Lets the most urgent of those that are ready pass first; the others follow when it is done."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._condition, self._stop = threading.Condition(), stop
-        self._ready: set[int] = set()
-
-    @contextmanager
-    def passing(self, urgency: int) -> Iterator[None]:
-        """The block runs when nothing more urgent is ready or passing."""
-        with self._condition:
-            self._ready.add(urgency)
-            while min(self._ready) < urgency:
-                self._condition.wait(_SLICE_SECONDS)
-                if self._stop.is_set():
-                    raise Stopped
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._ready.discard(urgency)
-                self._condition.notify_all()
-
-
-@dataclass
-class Context:
-    """What a rank keeps from step to step for its transfers.
-
-    ways:     how each route's tensors lie on both sides
-    channels: those that this rank takes part in, by their number
-    stop:     set when anything has failed
-    fail:     told of errors of the transfer threads
-    """
-
-    rank: int
-    wires: Wires
-    planner: Planner
-    buffers: Buffers
-    ways: dict[Route, Way]
-    channels: dict[int, Channel]
-    stop: threading.Event
-    payload: Payload
-    start: Callable[[Callable[[], None]], None]
-    fail: Callable[[BaseException, Transfer], None]
-    first_shape_tag: int
-    zeros: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
 
 class Exchange:
     """The transfers of one step of this rank, whose stages send and receive them."""
 
     def __init__(
-        self, context: Context, routes: Routes, *, step: int, train: bool, recorder: tracing.Trace | None
+        self,
+        context: Context,
+        routes: Routes,
+        *,
+        step: int,
+        train: bool,
+        recorder: tracing.Trace | None,
+        in_turn: bool,
     ) -> None:
+        """`in_turn` lets urgent sends go first; receivers must then be open whatever they compute."""
+        self._in_turn = in_turn
         self._context, self._routes, self._step, self._train = context, routes, step, train
         self._recorder = recorder
         self._gate = Gate(context.stop)
@@ -244,7 +162,7 @@ class Exchange:
             notes = [context.wires.send_note(note, rank, tag) for rank in _listeners(way, context.rank)]
         if context.payload is Payload.TENSORS:
             plan, script = context.planner.plan(way, shape, dtype)
-            with self._gate.passing(leg.urgency):
+            with self._gate.passing(leg.urgency) if self._in_turn else nullcontext():
                 start = tracing.now()
                 self._channel(leg).move(plan, script, tensor, None)
                 self._record("send", leg, start, tensor.nbytes)
@@ -258,9 +176,8 @@ class Exchange:
         # The source of a tensor is told by it as well: who passes it on needs its shape, and so does its gradient.
         self._shape(transfer.producer, transfer.tensor, transfer.microbatch).set((header.shape, header.dtype))
         tensor = self._land(leg, header.shape, header.dtype)
-        for other in self._routes.legs.values():
-            if other.route.direction is Direction.FORWARD and _passes_on(other.transfer, transfer):
-                self.send(other, tensor)
+        for other in self._routes.passed_on.get(transfer, ()):
+            self.send(other, tensor)
         self.arrival(transfer).set(tensor)
 
     def _receive_gradient(self, leg: Leg) -> None:
@@ -287,14 +204,14 @@ class Exchange:
 
     def _land(self, leg: Leg, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         context, way = self._context, self._context.ways[leg.route]
-        local = way.dst.local_shape(shape, context.rank)
+        local, device = way.dst.local_shape(shape, context.rank), context.devices[leg.route.target]
         begun = [tracing.now()]
         if leg.route.direction is Direction.GRADIENT:
             begun.clear()  # it is waited for long before it comes
         if context.payload is Payload.SIGNALS:
             self._record("recv", leg, tracing.now(), 0)
-            return context.zeros.setdefault((local, dtype), torch.zeros(local, dtype=dtype))
-        tensor = context.buffers.take(local, dtype)
+            return context.zeros.setdefault((local, dtype), torch.zeros(local, dtype=dtype, device=device))
+        tensor = context.buffers.take(local, dtype, device)
         plan, script = context.planner.plan(way, shape, dtype)
         self._channel(leg).move(plan, script, None, tensor, lambda _: begun.append(tracing.now()))
         self._record("recv", leg, begun[0] if begun else tracing.now(), tensor.nbytes)
@@ -320,11 +237,6 @@ def _listeners(way: Way, rank: int) -> list[int]:
     """The ranks of the destination to which this rank of the source announces a tensor."""
     place, size = way.src.mesh.ranks.index(rank), way.src.mesh.size
     return [other for i, other in enumerate(way.dst.mesh.ranks) if i % size == place]
-
-
-def _passes_on(later: Transfer, earlier: Transfer) -> bool:
-    same = (later.producer, later.tensor, later.microbatch) == (earlier.producer, earlier.tensor, earlier.microbatch)
-    return same and later.source == earlier.target
 
 
 def _call(step: int, train: bool) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from weft.cluster import Cluster
-from weft.errors import WeftError
+from weft.errors import PeerLost
 from weft.pipeline.buffers import Buffers
 from weft.pipeline.channel import Channel, Planner, Way
+from weft.pipeline.context import Context, Payload
 from weft.pipeline.crew import Crew
-from weft.pipeline.exchange import Context, Payload
 from weft.pipeline.failure import Board, StageFailed
 from weft.pipeline.lowered import Transfer
 from weft.pipeline.placing import Placing
@@ -18,6 +22,7 @@ from weft.pipeline.rings import ChannelRings, NoRings, SharedMemory
 from weft.pipeline.routes import Route, Routes
 from weft.pipeline.runtime import describe
 from weft.pipeline.wires import Wires
+from weft.reshard.planner import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -29,17 +34,31 @@ class Options:
     chunk_bytes: int | None = None
     payload: Payload = Payload.TENSORS
 
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy is {self.strategy!r}, expected one of {', '.join(STRATEGIES)}")
+        if self.chunk_bytes is not None and self.chunk_bytes < 1024:
+            raise ValueError(f"chunk_bytes is {self.chunk_bytes}, expected 1024 or more, or None to have it chosen")
+
 
 class Links:
     """Made once for a pipeline, by all ranks together; used by one step after the other."""
 
-    def __init__(self, wires: Wires, placing: Placing, routes: Routes, options: Options) -> None:
-        """`routes` has all channels that any step will use."""
+    def __init__(
+        self,
+        wires: Wires,
+        placing: Placing,
+        routes: Routes,
+        options: Options,
+        devices: Mapping[int, torch.device],
+    ) -> None:
+        """`routes` has all channels that any step will use, `devices` where each stage of this rank computes."""
         self.wires, self._routes = wires, routes
         self.rank = wires.world[wires.rank]
         self.board = Board(wires.notes.pg, self.rank)
         self.stop = threading.Event()
         self.failure: BaseException | None = None
+        self.lost: set[int] = set()
         self._closed = False
         self._lock = threading.Lock()
         self._crew = Crew("weft-pipeline")
@@ -58,7 +77,22 @@ class Links:
             self._crew.start,
             self._transfer_failed,
             routes.total,
+            dict(devices),
         )
+
+        for peer in self._peers(ways):
+            self._crew.start(partial(self._watch, peer))
+
+    def _peers(self, ways: dict[Route, Way]) -> set[int]:
+        """The ranks that this one sends to or receives from."""
+        pairs = [(way.src.mesh.ranks, way.dst.mesh.ranks) for way in ways.values()]
+        here = [(*a, *b) for a, b in pairs if self.rank in (*a, *b)]
+        return {rank for ranks in here for rank in ranks} - {self.rank}
+
+    def _watch(self, peer: int) -> None:
+        """Notes that a rank is gone, also one of the same host, whose memory tells nothing."""
+        self.wires.wait_for_loss(peer)
+        self.lost.add(peer)
 
     def _channels(self, ways: dict[Route, Way]) -> dict[int, Channel]:
         found = {}
@@ -75,7 +109,7 @@ class Links:
 
     def _transfer_failed(self, error: BaseException, transfer: Transfer) -> None:
         maker = describe(self._routes.maker(transfer)) if transfer in self._routes.legs else str(transfer)
-        self.fail(error, f"rank {self.rank} had to do with {transfer}, which {maker} makes: {_text(error)}")
+        self.fail(error, f"{transfer}, which {maker} makes, failed on rank {self.rank}: {_text(error)}")
 
     def fail(self, error: BaseException, text: str) -> BaseException:
         """Tells all ranks of the first thing that went wrong, and ends all waits; returns what to raise."""
@@ -83,9 +117,8 @@ class Links:
             if self.failure is None:
                 first = self.board.post(text)
                 if first == text:
-                    self.failure = error
-                    if isinstance(error, WeftError) and type(error).__init__ is RuntimeError.__init__:
-                        self.failure = type(error)(text)
+                    # A lost connection says nothing of what was lost with it.
+                    self.failure = PeerLost(text) if isinstance(error, PeerLost) else error
                 else:
                     self.failure = StageFailed(first)
                 self.stop.set()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from weft.pipeline.graph import StageGraph, chain
 from weft.pipeline.microbatch import as_arguments, split_batch, split_keywords
-from weft.pipeline.stage import LossFn, seed_of, seeded
+from weft.pipeline.seeds import seed_of, seeded
+from weft.pipeline.stage import LossFn
 
 
 def step_reference(
@@ -45,7 +46,7 @@ def step_reference(
         output = forward_reference(modules, parts[i], graph=graph, seeds=seeds, keywords=words[i])
         with seeded(seeds[-1]):
             loss = loss_fn(output, goals[i])
-        (loss * (loss_scale / microbatches)).backward()
+        torch.autograd.backward(loss * (loss_scale / microbatches))
         losses.append(loss.detach())
     return torch.stack(losses)
 

@@ -98,6 +98,18 @@ class Routes:
             first[route], total = total, total + count
         return first
 
+    @cached_property
+    def passed_on(self) -> dict[Transfer, list[Leg]]:
+        """For each transfer those that its receiver makes of it: it sends the tensor on as soon as it has it."""
+        found: dict[Transfer, list[Leg]] = {}
+        arriving = {(t.producer, t.tensor, t.microbatch, t.target): t for t in self.legs if t.source < t.target}
+        for leg in self.legs.values():
+            t = leg.transfer
+            brought = arriving.get((t.producer, t.tensor, t.microbatch, t.source))
+            if t.direction is Direction.FORWARD and brought is not None:
+                found.setdefault(brought, []).append(leg)
+        return found
+
     @property
     def total(self) -> int:
         """How many channels there are."""

@@ -6,7 +6,7 @@ before it, and no longer than `timeout`; everything else that has to do with oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from weft import tracing
-from weft.errors import PeerTimeout
+from weft.errors import PeerLost, PeerTimeout
 from weft.pipeline.action import Action, Kind
+from weft.pipeline.cells import Cell
 from weft.pipeline.costs import Transfers
-from weft.pipeline.exchange import Cell, Exchange
+from weft.pipeline.exchange import Exchange
 from weft.pipeline.failure import Board
 from weft.pipeline.graph import Edge
 from weft.pipeline.lowered import Lowered, Receive, Transfer
@@ -72,16 +73,17 @@ class Runner:
         exchange: Exchange,
         board: Board,
         *,
+        lost: Set[int],
         ranks_of: Mapping[int, tuple[int, ...]],
         timeout: float,
         transfers: Transfers,
         training: bool,
         recorder: tracing.Trace | None,
     ) -> None:
-        """`rank` is the schedule's, `ranks_of` the ranks of each stage's mesh."""
+        """`rank` is the schedule's, `ranks_of` the ranks of each stage's mesh, `lost` those that are gone."""
         self._lowered, self._routes, self._rank = lowered, routes, rank
         self._stages, self._exchange, self._board = stages, exchange, board
-        self._ranks_of, self._timeout = ranks_of, timeout
+        self._lost, self._ranks_of, self._timeout = lost, ranks_of, timeout
         self._transfers, self._training, self._recorder = transfers, training, recorder
         self._graph, self._schedule = lowered.graph, lowered.schedule
         self._tensors: dict[tuple[int, str, int], Tensor] = {}  # made or received here, until the last use here
@@ -224,10 +226,13 @@ class Runner:
         while not cell.poll(min(_LOOK_SECONDS, self._timeout / 20)):
             waited = tracing.now() - start
             self._exchange.check()
-            if waited < _LOOK_SECONDS:
+            gone = sorted(self._lost & set(self._ranks_of[other]))
+            if waited < _LOOK_SECONDS and not gone:
                 continue
             if self._board.read() is not None:
                 raise Gone
+            if gone:
+                raise PeerLost(f"waited for {what}; rank {_list(gone)} died")
             if waited > _SAY_PART * self._timeout and not said:
                 said = True
                 self._board.say_waiting(self._ranks_of[other], what)
@@ -241,5 +246,5 @@ class Runner:
         return tracing.span("compute", str(action), lane="compute")
 
 
-def _list(ranks: tuple[int, ...]) -> str:
+def _list(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))

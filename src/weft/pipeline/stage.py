@@ -8,10 +8,9 @@ W   gradients of weights, from what I kept
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.pipeline.graph import Edge, StageGraph
+from weft.pipeline.seeds import seeded
 from weft.pipeline.split import SplitBackward
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -83,6 +83,12 @@ class Stage:
         self._micros: dict[int, _Micro] = {}
         self.live = 0
         self.peak = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stage computes: where its first parameter is, or its first buffer; the CPU without any."""
+        first = next(chain(self.module.parameters(), self.module.buffers()), None)
+        return torch.device("cpu") if first is None else first.device
 
     def reset(self) -> None:
         """Forgets all micro-batches, and counts the peak of activations anew."""
@@ -195,7 +201,7 @@ class Stage:
         """Where the backward pass starts, and with which gradients: the sum over all users of an output."""
         if not self.names:
             roots = list(micro.roots.values())
-            return roots, [torch.full((), micro.given.scale, dtype=_dtype(root)) for root in roots]
+            return roots, [_filled(root, micro.given.scale) for root in roots]
         found: list[tuple[GradientEdge, Tensor | None]] = []
         for name, root in micro.roots.items():
             # Later users first, as one backward pass through the whole model would meet them.
@@ -208,26 +214,6 @@ class Stage:
 def output_names(graph: StageGraph, stage: int) -> tuple[str, ...]:
     """The tensors that leave a stage, in the order of the alphabet."""
     return tuple(sorted({edge.tensor for edge in graph.out_of(stage)}))
-
-
-def seed_of(seed: int, step: int, stage: int, microbatch: int) -> int:
-    """The seed of one forward pass: the same for every schedule, and another one for each.
-
-    >>> seed_of(0, 0, 1, 2) == seed_of(0, 0, 1, 2), seed_of(0, 0, 1, 2) == seed_of(0, 0, 2, 1)
-    (True, False)
-    """
-    return zlib.crc32(f"{seed} {step} {stage} {microbatch}".encode()) + (seed << 32)
-
-
-@contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """Random numbers from `seed` in this block, and as before after it."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
 
 
 def _sum(terms: list[Tensor]) -> Tensor:
@@ -249,9 +235,10 @@ def _detached(result: Any) -> Any:
     return tuple(_detached(x) for x in result) if isinstance(result, tuple | list) else result
 
 
-def _dtype(root: GradientEdge) -> torch.dtype:
-    dtype: torch.dtype = root.node._input_metadata[root.output_nr].dtype
-    return dtype
+def _filled(root: GradientEdge, value: float) -> Tensor:
+    """The gradient of `value` times the tensor that an edge stands for."""
+    like = root.node._input_metadata[root.output_nr]
+    return torch.full(tuple(like.shape), value, dtype=like.dtype, device=like.device)
 
 
 def _shape(value: object) -> str:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from weft.comm import Group, Transfer
 from weft.errors import LONGEST_SECONDS, WeftError
 
-_BREAK_TAG = (1 << 30) - 1  # a message that is never sent
+_BREAK_TAG, _WATCH_TAG = (1 << 30) - 1, (1 << 30) - 2  # messages that are never sent
 CHUNKS_PER_CHANNEL = 1 << 14
 """How many tags a channel has, one for each chunk of a tensor."""
 
@@ -55,6 +55,11 @@ class Wires:
     def receive_note(self, note: Tensor, rank: int, tag: int) -> Transfer:
         """Starts to receive a short message from a rank."""
         return self.notes.recv(note, self.member(rank), tag=tag)
+
+    def wait_for_loss(self, rank: int) -> None:
+        """Returns when the connection to a rank is gone: it died, or gave up, or all is over."""
+        with suppress(WeftError):
+            self.receive_note(torch.empty(1), rank, _WATCH_TAG).wait(what="nothing", timeout=LONGEST_SECONDS)
 
     def break_off(self) -> None:
         """Ends all waits of this rank, and those of its peers for it, now.

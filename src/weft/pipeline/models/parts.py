@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from weft.pipeline.stage import seed_of, seeded
+from weft.pipeline.seeds import seed_of, seeded
 
 M = TypeVar("M", bound=nn.Module)
 

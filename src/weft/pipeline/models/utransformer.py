@@ -81,7 +81,8 @@ class Attention(nn.Module):
         tokens = self.norm(x).flatten(2).transpose(1, 2)
         q, k, v = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return x + self.out(mixed).transpose(1, 2).reshape(x.shape)
+        y: Tensor = x + self.out(mixed).transpose(1, 2).reshape(x.shape)
+        return y
 
 
 class Level(nn.Module):

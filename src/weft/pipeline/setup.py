@@ -1,0 +1,136 @@
+"""What `Pipeline` is given, checked and put into shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, TypeVar
+
+from torch import nn
+
+from weft.layout import Mesh
+from weft.pipeline.graph import Edge, StageGraph, chain
+from weft.pipeline.microbatch import as_arguments, split_batch, split_keywords
+from weft.pipeline.placing import Placing, StageLayouts, as_mesh
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.seeds import seed_of
+from weft.pipeline.stage import Given, LossFn, Stage
+from weft.pipeline.wires import Wires
+
+E = TypeVar("E", bound=Enum)
+
+
+def as_graph(edges: StageGraph | Sequence[Edge] | None, stages: int) -> StageGraph:
+    """The stage graph; a chain where nothing is said."""
+    if edges is None:
+        return chain(stages)
+    return edges if isinstance(edges, StageGraph) else StageGraph(stages, tuple(edges))
+
+
+def as_member(kind: type[E], given: E | str, what: str) -> E:
+    """A member of an enum, from itself or its value."""
+    values = {member.value: member for member in kind}
+    if isinstance(given, kind):
+        return given
+    if given not in values:
+        raise ValueError(f"{what} is {given!r}, expected one of {', '.join(values)}")
+    return values[given]
+
+
+def make_placing(
+    graph: StageGraph,
+    schedule: Schedule,
+    meshes: Sequence[Any],
+    wires: Wires,
+    input_layouts: StageLayouts | None,
+    output_layouts: StageLayouts | None,
+) -> Placing:
+    """Meshes and layouts, once they fit the schedule, the graph and the ranks that there are."""
+    real = dict(zip(wires.world, wires.hosts, strict=True))
+    values = [as_mesh(mesh, real) for mesh in meshes]
+    placing = Placing.of(schedule, graph, values, input_layouts, output_layouts)
+    _check_hosts(values, real)
+    return placing
+
+
+def _check_hosts(meshes: Sequence[Mesh], real: Mapping[int, int]) -> None:
+    """Ranks that meshes put on one host must share one: they will share memory."""
+    seen: dict[int, int] = {}
+    for mesh in meshes:
+        for rank, host in zip(mesh.ranks, mesh.hosts, strict=True):
+            if rank not in real:
+                raise ValueError(f"a mesh has rank {rank}, expected ranks of the process group: {sorted(real)}")
+            first = seen.setdefault(host, rank)
+            if real[first] != real[rank]:
+                raise ValueError(
+                    f"meshes have ranks {first} and {rank} on host {host}, but they run on different hosts; give each "
+                    "rank the host that it runs on, or give meshes as lists of ranks, and hosts are found"
+                )
+
+
+def make_stages(
+    placing: Placing,
+    rank: int,
+    given: Mapping[int, nn.Module] | Sequence[nn.Module | None],
+    loss_fn: LossFn | None,
+    checkpoint: bool | Sequence[int],
+) -> dict[int, Stage]:
+    """The stages of a rank, by their numbers."""
+    schedule, place = placing.schedule, placing.schedule_rank(rank)
+    modules = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+    kept = range(schedule.stages) if checkpoint is True else (checkpoint or ())
+    found = {}
+    for index in () if place is None else schedule.stages_of(place):
+        module = modules.get(index)
+        if not isinstance(module, nn.Module):
+            raise ValueError(
+                f"stage {index} is {module!r} on rank {rank}, expected an nn.Module, since the rank is in the mesh "
+                f"of that stage; give {{{index}: module}}"
+            )
+        is_last = index == schedule.stages - 1
+        if is_last and loss_fn is None and schedule.has_backward:
+            raise ValueError(
+                f"rank {rank} has the last stage and no loss_fn; expected loss_fn=(output, targets) -> loss"
+            )
+        found[index] = Stage(
+            index, module, placing.graph, loss_fn=loss_fn if is_last else None, checkpoint=index in kept
+        )
+    return found
+
+
+def give(
+    placing: Placing,
+    stages: Sequence[int],
+    batch: Any,
+    targets: Any,
+    keywords: Mapping[str, Any],
+    *,
+    scale: float,
+    seed: int | None,
+    step: int,
+    training: bool,
+) -> dict[tuple[int, int], Given]:
+    """What each stage of a rank is given for each micro-batch; checked before anything starts."""
+    count, last = placing.schedule.microbatches, placing.schedule.stages - 1
+    heads = [stage for stage in stages if not placing.graph.into(stage)]
+    if heads and batch is None and not keywords:
+        raise ValueError(f"batch is None, expected one for stage {heads[0]}, which has no incoming edge")
+    if last in stages and training and targets is None:
+        raise ValueError("targets is None on a rank of the last stage, expected targets for loss_fn")
+    if isinstance(batch, tuple):
+        parts = [tuple(p) for p in zip(*(split_batch(x, count, "batch") for x in batch), strict=True)]
+    else:
+        parts = [as_arguments(part) for part in split_batch(batch if heads else None, count, "batch")]
+    goals = split_batch(targets if last in stages else None, count, "targets")
+    words = split_keywords(keywords, count)
+    return {
+        (stage, i): Given(
+            parts[i] if stage in heads and batch is not None else (),
+            words[i],
+            goals[i] if stage == last else None,
+            scale / count,
+            None if seed is None else seed_of(seed, step, stage, i),
+        )
+        for stage in stages
+        for i in range(count)
+    }

@@ -1,0 +1,162 @@
+"""The pure parts of running a pipeline: routes, placing, headers, buffers, micro-batches, how models are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from weft.layout import Layout, Mesh, ShardSizes
+from weft.pipeline import SCHEDULES, Direction, Edge, StageGraph, chain, lower, schedule
+from weft.pipeline.buffers import Buffers
+from weft.pipeline.header import Header, is_cut, whole_shape
+from weft.pipeline.microbatch import split_batch, split_keywords
+from weft.pipeline.models.gpt import GPTConfig, gpt_stage
+from weft.pipeline.models.parts import cut
+from weft.pipeline.placing import Placing
+from weft.pipeline.routes import Route, Routes, join
+
+GRAPH = StageGraph(4, (*chain(4).edges, Edge(0, 2, "skip"), Edge(0, 3, "skip")))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_channels_are_numbered_alike_for_training_and_evaluation(name: str) -> None:
+    made = schedule(name, stages=4, microbatches=6)
+    train, evaluate = join(lower(made, GRAPH), lower(made.forward_only(), GRAPH))
+    assert train.first_channel == evaluate.first_channel
+    numbers = [train.first_channel[route] + i for route, count in train.channels.items() for i in range(count)]
+    assert numbers == list(range(train.total))
+    for routes in (train, evaluate):
+        for route, legs in routes.of.items():
+            assert [leg.number for leg in legs] == list(range(len(legs)))
+            assert all(leg.channel == leg.number % routes.channels[route] for leg in legs)
+        assert {leg.transfer for legs in routes.of.values() for leg in legs} == set(routes.lowered.transfers)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", "eager-1f1b+delay", "zero-bubble"])
+def test_a_channel_is_free_whenever_the_schedule_sends(name: str) -> None:
+    """By the orders of both sides: transfer n+k exists only after transfer n is used."""
+    made = schedule(name, stages=4, microbatches=9)
+    routes = Routes(lower(made, GRAPH))
+    for route, legs in routes.of.items():
+        count = routes.channels[route]
+        producer = made.ranks[made.rank_of(route.producer)]
+        for n, leg in enumerate(legs[count:]):
+            old, new = legs[n].transfer.microbatch, leg.transfer.microbatch
+            gradient = [
+                a for a in producer if a.stage == route.producer and a.microbatch == old and a.kind.value in "BI"
+            ]
+            forward = [a for a in producer if a.stage == route.producer and a.microbatch == new and a.kind.value == "F"]
+            assert producer.index(gradient[0]) < producer.index(forward[0]), (route, old, new)
+
+
+def test_a_route_whose_tensors_are_passed_on() -> None:
+    routes = Routes(lower(schedule("1f1b", stages=4, microbatches=2), GRAPH))
+    assert routes.passed_on
+    for transfer, legs in routes.passed_on.items():
+        for leg in legs:
+            assert leg.transfer.source == transfer.target
+            assert leg.route.direction is Direction.FORWARD
+            assert leg.transfer.source != leg.transfer.producer
+
+
+# Placing ------------------------------------------------------------------------------------------------------
+
+
+def meshes(*ranks: list[int]) -> list[Mesh]:
+    return [Mesh.of(each, hosts=each) for each in ranks]
+
+
+def test_ways_of_a_route() -> None:
+    made = schedule("1f1b", stages=3, microbatches=2)
+    graph = StageGraph(3, (Edge(0, 1), Edge(1, 2), Edge(0, 1, "skip"), Edge(0, 2, "skip")))
+    placing = Placing.of(
+        made,
+        graph,
+        meshes([0, 1], [2], [3, 4]),
+        {2: {"skip": [Shard(0)]}},
+        {0: {"skip": [Partial()], "x": [Shard(1)]}},
+    )
+    assert placing.way(Route(0, "x", 0, 1)).src.placements == (Shard(1),)
+    assert placing.way(Route(0, "skip", 1, 2)).src.mesh.ranks == (2,)
+    back = placing.way(Route(0, "skip", 2, 0))
+    assert (back.src.placements, back.dst.placements) == ((Shard(0),), (Replicate(),))
+    assert placing.schedule_rank(4) == 2
+    assert placing.schedule_rank(9) is None
+
+
+def test_stages_of_one_rank_share_a_mesh() -> None:
+    made = schedule("interleaved-1f1b", stages=4, microbatches=2)
+    same = meshes([0], [1], [0], [1])
+    assert Placing.of(made, chain(4), same).ranks_of(2) == (0,)
+    with pytest.raises(ValueError, match="expected the same mesh"):
+        Placing.of(made, chain(4), meshes([0], [1], [2], [1]))
+    graph = StageGraph(4, (*chain(4).edges, Edge(0, 2, "skip")))
+    wide = meshes([0, 1], [2, 3], [0, 1], [2, 3])
+    with pytest.raises(ValueError, match="expected the same placements, as nothing is sent there"):
+        Placing.of(made, graph, wide, {2: {"skip": [Shard(0)]}})
+
+
+# Headers, buffers, batches ------------------------------------------------------------------------------------
+
+
+def test_whole_shapes() -> None:
+    grid = Mesh.of([[0, 1], [2, 3]], hosts=[[0, 0], [1, 1]])
+    layout = Layout(grid, [Shard(0), Shard(1)])
+    shards = {rank: layout.local_shape((5, 3), rank) for rank in range(4)}
+    assert whole_shape(layout, shards, "x") == (5, 3)
+    assert is_cut(layout)
+    assert not is_cut(Layout(grid, [Replicate(), Partial()]))
+    row = Mesh.of([0, 1], hosts=[0, 0])
+    with pytest.raises(ValueError, match="give ShardSizes in layouts="):
+        whole_shape(Layout(row, [Shard(0)]), {0: (1, 4), 1: (4, 4)}, "x")
+    assert whole_shape(Layout(row, [ShardSizes(0, (1, 4))]), {0: (1, 4), 1: (4, 4)}, "x") == (5, 4)
+    with pytest.raises(ValueError, match="expected up to 8 dims"):
+        Header(0, True, torch.float32, (1,) * 9).to_tensor()
+
+
+def test_buffers_are_used_again_only_when_nothing_refers_to_them() -> None:
+    buffers = Buffers()
+    x = buffers.take((4, 4), torch.float32)
+    leaf = x.detach().requires_grad_()
+    y = (leaf * leaf).sum()  # keeps leaf
+    address = x.data_ptr()
+    del x, leaf
+    assert buffers.take((4, 4), torch.float32).data_ptr() != address
+    y.backward()
+    del y
+    again = buffers.take((16,), torch.float32)
+    assert buffers.count == 2
+    view = again[3:]
+    del again
+    assert buffers.take((4, 4), torch.float32).data_ptr() != view.data_ptr() - 12
+    assert buffers.take((0, 3), torch.bfloat16).shape == (0, 3)
+    assert buffers.take((), torch.int64).shape == ()
+
+
+def test_batches() -> None:
+    words = split_keywords({"a": torch.arange(5), "b": None, "c": [1, 2]}, 2)
+    assert [len(word["a"]) for word in words] == [3, 2]
+    assert [(word["b"], word["c"]) for word in words] == [(None, 1), (None, 2)]
+    for bad in (torch.tensor(1), torch.ones(1, 2), [1], 7):
+        with pytest.raises(ValueError, match="batch"):
+            split_batch(bad, 2, "batch")
+
+
+def test_cuts_are_balanced() -> None:
+    assert cut([1.0] * 6, 4) == [range(1), range(1, 2), range(2, 4), range(4, 6)]
+    assert cut([1, 1, 4, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]
+    with pytest.raises(ValueError, match="expected 1 to 2"):
+        cut([1.0, 1.0], 3)
+
+
+def test_a_model_has_the_same_weights_however_it_is_cut() -> None:
+    config = GPTConfig(width=16, heads=2, layers=4, context=8)
+    whole = gpt_stage(config, 0, 1).state_dict()
+    parts: dict[str, torch.Tensor] = {}
+    for stage in range(3):
+        state = gpt_stage(config, stage, 3).state_dict()
+        assert not parts.keys() & state.keys()
+        parts |= state
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
