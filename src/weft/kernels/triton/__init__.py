@@ -1,0 +1,21 @@
+"""The kernels in Triton, for CUDA devices: what `weft.kernels.cpu`, `cpu_rows` and `cpu_attention` are for the CPU.
+
+One kernel a file; `linear.py`, `rows.py` and `attention.py` launch them, with the arguments of the CPU's functions.
+`variants.py` lists all of them with their block sizes, for `weft kernels compile`. No kernel here has ever run on a
+GPU: docs/gpu.md says what has been proven, and how.
+"""
+
+from __future__ import annotations
+
+from weft.kernels.triton.attention import attention, attention_grad
+from weft.kernels.triton.checks import INTERPRETED
+from weft.kernels.triton.late import Late, wait
+from weft.kernels.triton.linear import empty, linear, pack, unpack
+from weft.kernels.triton.order import Order
+from weft.kernels.triton.rows import gate, gather, norm, rotary, sum_in_order
+from weft.kernels.triton.tables import DevicePlaces, DeviceSchedule, owners_first
+
+__all__ = [
+    "INTERPRETED", "DevicePlaces", "DeviceSchedule", "Late", "Order", "attention", "attention_grad", "empty", "gate",
+    "gather", "linear", "norm", "owners_first", "pack", "rotary", "sum_in_order", "unpack", "wait",
+]  # fmt: skip
