@@ -135,8 +135,11 @@ def measure(
     meter: Meter | None = None,
     clock: Callable[[], float] = time.perf_counter,
     agree: Agree = float,
+    start: Callable[[], object] = bool,
 ) -> Measurement:
     """Times the systems of a case against each other.
+
+    `start` is called right before each turn, for ranks that wait for each other to start together.
 
     `warmup` calls of each system come first and are not timed. A turn lasts at least `min_seconds`, and
     longer where there are few systems, so that a round is long enough for its noise to be read.
@@ -157,7 +160,9 @@ def measure(
     quiet = 0
     while quiet < rounds and len(taken) < rounds + max_retries:
         order = shuffle(list(calls), len(calls))
-        taken.append(_round(case, {name: calls[name] for name in order}, meter=meter, clock=clock, agree=agree))
+        taken.append(
+            _round(case, {name: calls[name] for name in order}, meter=meter, clock=clock, agree=agree, start=start)
+        )
         quiet += taken[-1].foreign <= FOREIGN_LIMIT
     kept, disturbed = select_rounds(taken, wanted=rounds)
     return Measurement(case, tuple(kept), disturbed)
@@ -174,12 +179,21 @@ def _calls_per_turn(system: System, turn_seconds: float, *, clock: Callable[[], 
         calls = min(enough, calls * 10)
 
 
-def _round(case: Case, calls: Mapping[str, int], *, meter: Meter, clock: Callable[[], float], agree: Agree) -> Round:
+def _round(
+    case: Case,
+    calls: Mapping[str, int],
+    *,
+    meter: Meter,
+    clock: Callable[[], float],
+    agree: Agree,
+    start: Callable[[], object],
+) -> Round:
     """One turn of each system, in the order of `calls`."""
     before = meter.sample()
     seconds = {}
     for name, count in calls.items():
-        agree(0.0)  # ranks start together
+        agree(0.0)  # all ranks are here
+        start()
         seconds[name] = agree(_time(case.systems[name], count, clock=clock)) / count
     return Round(seconds, agree(noise.foreign_cores(before, meter.sample())))
 
