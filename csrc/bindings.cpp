@@ -77,5 +77,11 @@ NB_MODULE(_core, m) {
     nb::gil_scoped_release release;
     return counter_wait(at<int32_t>(counter), target, deadline_after(timeout));
   });
+  m.def("counter_take", [](Address ready, int32_t target, double timeout, Address from, Address to, size_t bytes,
+                           Address done) {
+    nb::gil_scoped_release release;
+    return counter_take(at<int32_t>(ready), target, deadline_after(timeout), at<void>(from), at<void>(to), bytes,
+                        at<int32_t>(done));
+  });
   bind_packed(m);
 }

@@ -1,6 +1,7 @@
 #include "signal.h"
 
 #include <climits>
+#include <cstring>
 #include <ctime>
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -65,6 +66,14 @@ bool counter_wait(const int32_t* counter, int32_t target, int64_t deadline_ns) {
     const timespec timeout{nap / 1'000'000'000, nap % 1'000'000'000};
     futex(counter, FUTEX_WAIT, seen, &timeout);  // returns at once when the word is no longer `seen`
   }
+}
+
+bool counter_take(const int32_t* ready, int32_t target, int64_t deadline_ns, const void* from, void* to, size_t bytes,
+                  int32_t* done) {
+  if (!counter_wait(ready, target, deadline_ns)) return false;
+  std::memcpy(to, from, bytes);
+  counter_add(done, 1, 1);
+  return true;
 }
 
 }  // namespace weft

@@ -1,6 +1,7 @@
 // Counters that a waiter can sleep on: 32-bit words in process or shared memory.
 #pragma once
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 namespace weft {
@@ -14,6 +15,11 @@ int32_t counter_read(const int32_t* counter);
 // Waits until *counter >= target (acquire order). Spins briefly, then sleeps in the kernel.
 // False when `deadline` (steady-clock nanoseconds) passes first.
 bool counter_wait(const int32_t* counter, int32_t target, int64_t deadline_ns);
+
+// Waits for `ready`, copies, and then adds 1 to `done`: what a rank does with a chunk that another one published.
+// False when the deadline passes first; nothing is copied then.
+bool counter_take(const int32_t* ready, int32_t target, int64_t deadline_ns, const void* from, void* to, size_t bytes,
+                  int32_t* done);
 
 int64_t steady_now_ns();
 int64_t deadline_after(double seconds);

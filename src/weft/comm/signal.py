@@ -89,6 +89,28 @@ class Counters:
             if deadline.left() == 0.0:
                 raise PeerTimeout(f"{what} (counter {index} is {self.read(index)}, awaited {value})", seconds=timeout)
 
+    def take(
+        self, index: int, value: int, source: Tensor, into: Tensor, *, done: tuple[Counters, int], timeout: float
+    ) -> bool:
+        """Waits as `wait` does, copies `source` to `into`, and adds 1 to `done`: counters and an index. All native.
+
+        Both are contiguous CPU tensors of as many bytes. False, with nothing copied, after `timeout` seconds.
+
+        >>> ready, taken, out = Counters(1), Counters(1), torch.zeros(3)
+        >>> ready.add(0)
+        >>> ready.take(0, 1, torch.ones(3), out, done=(taken, 0), timeout=1.0), out.tolist(), taken.read(0)
+        (True, [1.0, 1.0, 1.0], 1)
+        """
+        if source.nbytes != into.nbytes or not (source.is_contiguous() and into.is_contiguous()):
+            raise ValueError(
+                f"got {source.nbytes} bytes with strides {source.stride()} to be copied to {into.nbytes} with strides "
+                f"{into.stride()}, expected contiguous tensors of one size"
+            )
+        counters, at = done
+        return _core.counter_take(
+            self._word(index), value, timeout, source.data_ptr(), into.data_ptr(), into.nbytes, counters._word(at)
+        )
+
     def reset(self) -> None:
         """Sets all counters to 0. Only when no other thread or process uses them: a concurrent `add` may be
         lost.

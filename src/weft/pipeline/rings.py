@@ -96,14 +96,9 @@ class ChannelRings(Rings):
         """Says that the next chunk of this rank's ring is there."""
         self._counters[self._me].add(_READY + ring.value)
 
-    def wait_ready(self, head: int, ring: Ring, number: int, wait: Wait, what: Callable[[], str]) -> None:
-        """Returns when `head` has published chunk `number` of this run."""
-        value = self._published.get((head, ring), 0) + number + 1
-        wait.until(self._counters[head], _READY + ring.value, value, self._counters[self._me], what)
-
-    def done(self, head: int, ring: Ring) -> None:
-        """Says that this rank is done with the next chunk that it takes from `head`."""
-        self._counters[head].add(self._done_index(ring, self._places[self._me]))
+    def _ready(self, head: int, ring: Ring, number: int) -> tuple[int, int]:
+        """The counter of `head` that tells of chunk `number` of this run, and from which value on."""
+        return _READY + ring.value, self._published.get((head, ring), 0) + number + 1
 
     def wait_done(self, ring: Ring, taker: int, count: int, wait: Wait, what: Callable[[], str]) -> None:
         """Returns when `taker` is done with `count` chunks of this run."""

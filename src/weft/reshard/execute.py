@@ -182,18 +182,16 @@ def _check_hosts(plan: Plan, group: Group, world: tuple[int, ...]) -> None:
 
 def check_locals(plan: Plan, rank: int, tensors: Mapping[int, Tensor], side: str) -> dict[int, Box]:
     """The boxes of this rank's tensors, by index, once they are what the plan says; `side` is "src" or "dst"."""
-    boxes = {}
-    for index, spec in enumerate(plan.tensors):
-        layout: Layout = getattr(spec, side)
-        if rank not in layout.mesh.ranks:
-            continue
-        expected = layout.local_shape(spec.shape, rank), spec.dtype if side == "src" else spec.dst_dtype
+    boxes = plan.boxes_of(rank, side)
+    for index, box in boxes.items():
+        spec = plan.tensors[index]
+        expected = tuple(b - a for a, b in box), spec.dtype if side == "src" else spec.dst_dtype
         given = tensors.get(index)
         got = None if given is None else (tuple(given.shape), given.dtype)
         if got != expected:
+            layout: Layout = getattr(spec, side)
             raise ValueError(
                 f"local {side} tensor of {spec.name!r} on rank {rank} is {got}, expected {expected} (shape, dtype) for "
                 f"{layout.notation(len(spec.shape))} of {spec.shape}; give the shard that the layout says"
             )
-        boxes[index] = layout.box(spec.shape, rank)
     return boxes

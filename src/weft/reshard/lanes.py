@@ -275,9 +275,13 @@ class Taking:
             lane.on_bytes(int(lane.plan.units.nbytes[unit]))
         for take in lane.script.takes:
             number = take.number + lane.run * lane.script.totals[take.head, take.ring]
+            size = lane.size(take.chunk)
+            into = as_flat(lane.dst.of_chunk(take.chunk), lane.wire(take.chunk)[0])
+            if lane.recorder is None and into is not None and lane.rings.take(take.head, take.ring, number, into):
+                lane.on_bytes(size)
+                continue
             lane.rings.wait_ready(take.head, take.ring, number, lane.wait, partial(self._what, take))
             start = tracing.now()
-            size = lane.size(take.chunk)
             memory = lane.rings.slot(take.head, take.ring, number, size)
             unpack(memory, lane.wire(take.chunk)[0], lane.dst.of_chunk(take.chunk))
             lane.rings.done(take.head, take.ring)

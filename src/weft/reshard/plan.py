@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from weft.cluster import Cluster
-from weft.layout import Ints
+from weft.layout import Box, Ints
 from weft.reshard.chunks import Chunks, Hops
 from weft.reshard.units import Streams, TensorSpec, Units
 from weft.timeline import Timeline
@@ -76,6 +76,17 @@ class Plan:
         """The host of each rank of the meshes."""
         meshes = {layout.mesh: None for tensor in self.tensors for layout in (tensor.src, tensor.dst)}
         return {rank: host for mesh in meshes for rank, host in zip(mesh.ranks, mesh.hosts, strict=True)}
+
+    def boxes_of(self, rank: int, side: str) -> dict[int, Box]:
+        """Where a rank's shard of each tensor lies on one side ("src" or "dst"), by index; only those that it has."""
+        if (rank, side) not in self._boxes:
+            layouts = ((i, spec.shape, getattr(spec, side)) for i, spec in enumerate(self.tensors))
+            self._boxes[rank, side] = {i: at.box(shape, rank) for i, shape, at in layouts if rank in at.mesh.ranks}
+        return self._boxes[rank, side]
+
+    @cached_property
+    def _boxes(self) -> dict[tuple[int, str], dict[int, Box]]:
+        return {}
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -83,7 +83,6 @@ class Rings:
             counters_per_rank=3 + 2 * neighbours,
             timeout=group.timeout,
         )
-        self._place = self._window.ranks.index(group.rank)
         self._places = {world[member]: i for i, member in enumerate(self._window.ranks)}
         self._group_rank = {world[member]: member for member in self._window.ranks}
         self._counters = {rank: self._window.counters(member) for rank, member in self._group_rank.items()}
@@ -109,11 +108,22 @@ class Rings:
 
     def wait_ready(self, head: int, ring: Ring, number: int, wait: Wait, what: Callable[[], str]) -> None:
         """Returns when `head` has published its chunk `number`."""
-        wait.until(self._counters[head], 1 + ring.value, number + 1, self._counters[self._me], what)
+        wait.until(self._counters[head], *self._ready(head, ring, number), self._counters[self._me], what)
+
+    def take(self, head: int, ring: Ring, number: int, into: Tensor) -> bool:
+        """Waits for a chunk of `head`, copies it and says that it is done; False if it does not come for a while."""
+        counters = self._counters[head]
+        done = (counters, self._done_index(ring, self._places[self._me]))
+        source = self.slot(head, ring, number, into.nbytes)
+        return counters.take(*self._ready(head, ring, number), source, into, done=done, timeout=_SLICE_SECONDS)
+
+    def _ready(self, head: int, ring: Ring, number: int) -> tuple[int, int]:
+        """The counter of `head` that tells of chunk `number`, and from which value on."""
+        return 1 + ring.value, number + 1
 
     def done(self, head: int, ring: Ring) -> None:
         """Says that this rank is done with the next chunk that it takes from `head`."""
-        self._counters[head].add(self._done_index(ring, self._place))
+        self._counters[head].add(self._done_index(ring, self._places[self._me]))
 
     def wait_done(self, ring: Ring, taker: int, count: int, wait: Wait, what: Callable[[], str]) -> None:
         """Returns when `taker` is done with `count` chunks of this rank's ring."""
