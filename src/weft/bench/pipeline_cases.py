@@ -54,8 +54,8 @@ def cases() -> Iterator[PipelineCase]:
     for model in MODELS:
         for stages in (2, 4):
             for share in SHARES:
-                yield PipelineCase(model, stages, 2, share, 12, emulated=True)
-                yield PipelineCase(model, stages, 1, share, 12, emulated=False)
+                yield PipelineCase(model, stages, 2, share, 16, emulated=True)
+                yield PipelineCase(model, stages, 1, share, 16, emulated=False)
 
 
 def quick_cases() -> list[PipelineCase]:

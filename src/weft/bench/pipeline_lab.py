@@ -100,7 +100,7 @@ def measure_case(rank: Rank, case: PipelineCase, gbps: float, rounds: int, names
             "model": case.model, "stages": case.stages, "devices": case.devices, "share": case.share,
             "microbatches": case.microbatches, "emulated": case.emulated, "gbps": gbps,
         }  # fmt: skip
-        measured = measure_ranks(Case(case.name, steps, labels), rank, rounds)
+        measured = measure_ranks(Case(case.name, steps, labels), rank, rounds, warmup=0)  # each has made a step
         for name, simulation in simulations.items():
             _check_peaks(pipes[name], simulation)
         happened = traced(steps["eager"], rank)

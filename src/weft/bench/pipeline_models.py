@@ -22,7 +22,7 @@ from weft.pipeline.stage import output_names
 
 # Emulated: what a forward of a stage lasts, and what goes over an edge.
 SECONDS = 0.03
-TOKENS, WIDTH = 256, 1024
+TOKENS, WIDTH = 128, 1024
 # Real: sequences, or pictures, of a micro-batch.
 SEQUENCES = 4
 

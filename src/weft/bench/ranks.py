@@ -42,11 +42,13 @@ def start_together() -> None:
     time.sleep(max(0.0, begin - tracing.now()))
 
 
-def measure_ranks(case: Case, rank: Rank, rounds: int, *, agree: Agree = slowest) -> Measurement:
+def measure_ranks(case: Case, rank: Rank, rounds: int, *, agree: Agree = slowest, warmup: int = 1) -> Measurement:
     """`measure` on every rank of a lab, with half as many retries as rounds; systems come back as names only."""
     # The ranks are children of the lab's process: its descendants are our own, not noise.
     meter = noise.Meter(root=os.getppid()) if rank.rank == 0 else _Still()
-    found = measure(case, rounds=rounds, meter=meter, agree=agree, start=start_together, max_retries=rounds // 2)
+    found = measure(
+        case, rounds=rounds, meter=meter, agree=agree, start=start_together, warmup=warmup, max_retries=rounds // 2
+    )
     return replace(found, case=replace(case, systems=dict.fromkeys(case.systems, _nothing)))
 
 
