@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from weft.bench.harness import Measurement, Options, track
 from weft.bench.pipeline_cases import PipelineCase, cases, quick_cases
-from weft.bench.pipeline_lab import ALL, SYSTEMS, TORCH, Outcome, measure_case, measure_sizes
+from weft.bench.pipeline_lab import ALL, SYSTEMS, TORCH, Outcome, Sizes, emulated_sizes, measure_case, measure_sizes
 from weft.lab import Cluster
 from weft.report import Column, Figure, Headline, Report
 
@@ -113,11 +113,15 @@ def demo() -> list[Headline]:
 
 
 def _result(case: PipelineCase, rounds: int, systems: Sequence[str] = ALL) -> Result:
-    with Cluster(case.stages, case.devices, None) as lab:
-        sizes = lab.run(measure_sizes, case, timeout=_RUN_TIMEOUT)[0]
+    sizes = emulated_sizes(case) if case.emulated else _real_sizes(case)
     gbps = sizes.edge_bytes * 8e-9 / (case.share * sizes.forward)
     with Cluster(case.stages, case.devices, gbps) as lab:
         return Result(case, lab.run(measure_case, case, gbps, rounds, systems, timeout=_RUN_TIMEOUT)[0])
+
+
+def _real_sizes(case: PipelineCase) -> Sizes:
+    with Cluster(case.stages, case.devices, None) as lab:
+        return lab.run(measure_sizes, case, timeout=_RUN_TIMEOUT)[0]
 
 
 def summary(results: Sequence[Result]) -> dict[str, object]:

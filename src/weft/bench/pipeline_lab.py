@@ -14,7 +14,7 @@ from torch import Tensor
 from weft import tracing
 from weft.bench.harness import Case, Measurement
 from weft.bench.pipeline_cases import PipelineCase
-from weft.bench.pipeline_models import Model, build, forward_one, torch_step
+from weft.bench.pipeline_models import SECONDS, Model, build, forward_one, torch_step
 from weft.bench.ranks import measure_ranks, slowest, traced
 from weft.cluster import Cluster
 from weft.lab import Rank
@@ -66,6 +66,11 @@ class Sizes:
 
     forward: float
     edge_bytes: int
+
+
+def emulated_sizes(case: PipelineCase) -> Sizes:
+    """As they are declared."""
+    return Sizes(SECONDS, build(case).edge_bytes)
 
 
 def measure_sizes(rank: Rank, case: PipelineCase) -> Sizes:

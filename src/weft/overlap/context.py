@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from weft.comm import Group
 from weft.comm.deadline import Deadline
+from weft.comm.priority import make_way_for_compute
 from weft.errors import PeerMismatch, WeftError
 from weft.overlap.agreement import Agreement, Posted
 from weft.overlap.memory import Bank, Need
@@ -53,6 +54,7 @@ class Context:
 
     def __init__(self, pg: ProcessGroup, *, timeout: float) -> None:
         self.group = Group(pg, timeout=timeout)
+        make_way_for_compute()
         self.rank, self.size, self.hosts = self.group.rank, self.group.size, self.group.hosts
         shares_host = len(set(self.hosts)) < self.size
         self.agreement = Agreement(self.group, windows=shares_host)
