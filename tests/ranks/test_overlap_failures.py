@@ -45,6 +45,7 @@ def fail(how: str) -> None:
     if how == "raises":
         raise Broken("in the middle")
     os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    threading.Event().wait()  # another thread may take the signal, and this one would go on for a moment
 
 
 def fail_at(number: int, how: str, real: Callable[..., object]) -> Callable[..., object]:

@@ -29,7 +29,8 @@ def ptx_of(name, arch):
     return "\n".join(line for line in lines if not line.strip().startswith(("//", ".loc", ".b8", ".b32")))
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+# One target here, for time; `weft kernels compile` does all of them, and fails if a default spills.
+@pytest.mark.parametrize("arch", ["sm90"])
 @pytest.mark.parametrize("kernel", sorted({v.kernel for v in DEFAULTS}))
 def test_default_configurations_do_not_spill(kernel, arch):
     for variant in DEFAULTS:
