@@ -14,7 +14,7 @@ help: ## say what each target does
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1	/' | awk -F '\t' '{printf "make %-8s %s\n", $$1, $$2}'
 
 demo: setup ## start a lab cluster, measure it, and show what weft gains (the main job)
-	@$(BIN)/weft demo
+	@$(BIN)/weft demo --html weft-demo.html
 
 test: setup ## run all tests
 	@$(BIN)/python -m pytest $(ARGS)
