@@ -1,9 +1,9 @@
 """Communication that does not interrupt computing.
 
 gloo moves bytes on a thread of its own, which wakes up for every packet and then takes a core from the matmul that
-runs there, thousands of times a second: each time the matmul finds its caches spoilt. As a *batch* thread it waits for
-the end of the matmul's time slice, a few milliseconds, and finds many packets at once. On an idle core it wakes up as
-fast as before. Measured: an overlapped matmul gains 6 to 18 %, a message alone loses nothing.
+runs there, thousands of times a second. As a *batch* thread it waits for the end of the matmul's time slice, a few
+milliseconds, and finds many packets at once. Measured in turns on three ops: overlapped matmuls gain 6 to 18 %, and
+sequential ones lose nothing.
 """
 
 from __future__ import annotations
