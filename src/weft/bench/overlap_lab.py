@@ -13,6 +13,7 @@ from weft.bench import noise
 from weft.bench.harness import Case, Measurement, measure
 from weft.bench.overlap_cases import OverlapCase
 from weft.bench.overlap_systems import Call, Systems
+from weft.bench.ranks import slowest
 from weft.comm import Group
 from weft.kernels import linear
 from weft.lab import Cluster, Rank
@@ -55,14 +56,8 @@ def _rank_flops(rank: Rank) -> float:
     m, k, n = _PROBE
     x, w = torch.randn(m, k), pack(torch.randn(n, k))
     case = Case("flops", {"matmul": lambda: linear(x, w)})
-    seconds = measure(case, meter=noise.Meter(root=os.getppid()), agree=_agree).median("matmul")
+    seconds = measure(case, meter=noise.Meter(root=os.getppid()), agree=slowest).median("matmul")
     return 2.0 * m * k * n / seconds
-
-
-def _agree(value: float) -> float:
-    largest = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return float(largest)
 
 
 def measure_case(rank: Rank, case: OverlapCase, rounds: int) -> Outcome:
@@ -91,7 +86,7 @@ def measure_case(rank: Rank, case: OverlapCase, rounds: int) -> Outcome:
     meter = noise.Meter(root=os.getppid())
     with torch.no_grad():
         whole = Case(case.name, calls | alternatives, labels)
-        measured = measure(whole, rounds=rounds, meter=meter, agree=_agree)
+        measured = measure(whole, rounds=rounds, meter=meter, agree=slowest)
         happened = _traced(systems, rank)
     curves = context.planner.curves()
     bound = _bound(measured.median("matmul"), measured.median("wire"), work_of(plan, curves))
@@ -122,7 +117,7 @@ def _traced(systems: Systems, rank: Rank) -> Timeline:
         dist.barrier()
         with tracing.trace() as trace:
             systems.weft(None)
-        traces.append((_agree(trace.calls[0].seconds), trace))
+        traces.append((slowest(trace.calls[0].seconds), trace))
     traces.sort(key=lambda pair: pair[0])
     gathered = traces[len(traces) // 2][1].gather(group=rank.group)
     return Timeline(gathered.events, name="measured")

@@ -41,6 +41,31 @@ def transposed_weight(
     return pack((PackedWeight(packed, n, k, isa).to_dense() if w is None else w.detach()).t())
 
 
+def column_gradients(
+    op: Op, dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None,
+    isa: str, group_name: str, needs_x: bool, needs_w: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Of a column-parallel matmul: dx = op(dy w), and dw = dy^T x, made while dx travels; empty where not needed."""
+    context = context_by_name(group_name)
+    n, k = dy.shape[1], x.shape[1]
+    dw: list[Tensor] = []
+
+    def weight_gradient() -> None:
+        if needs_w:
+            dw.append(product(dy.t(), x.t()))
+
+    if not needs_x:
+        weight_gradient()
+        dx = dy.new_empty(0, k)
+    elif context.size == 1:
+        dx = calls.alone(dy, transposed_weight(context, w, packed, n, k, isa), None)
+        weight_gradient()
+    else:
+        weight = transposed_weight(context, w, packed, n, k, isa)
+        dx = calls.matmul_scatter(context, op, dy, weight, bias=None, meanwhile=weight_gradient)
+    return dx, dw[0] if dw else dy.new_empty(0, k)
+
+
 def _shard_rows(m: int, group_name: str) -> int:
     """The rows of this rank, also while compiling, where there is no context."""
     pg = group_by_name(group_name)
@@ -76,24 +101,7 @@ def all_gather_matmul_backward(
     isa: str, group_name: str, needs_x: bool, needs_w: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx_shard = reduce_scatter(dy w), dw = dy^T x, which is computed while the last of dx travels."""
-    context = context_by_name(group_name)
-    n, k = dy.shape[1], gathered.shape[1]
-    dw = []
-
-    def weight_gradient() -> None:
-        if needs_w:
-            dw.append(product(dy.t(), gathered.t()))
-
-    if not needs_x:
-        weight_gradient()
-        dx = dy.new_empty(0, k)
-    elif context.size == 1:
-        dx = calls.alone(dy, transposed_weight(context, w, packed, n, k, isa), None)
-        weight_gradient()
-    else:
-        weight = transposed_weight(context, w, packed, n, k, isa)
-        dx = calls.matmul_scatter(context, Op.REDUCE_SCATTER, dy, weight, bias=None, meanwhile=weight_gradient)
-    return dx, dw[0] if dw else dy.new_empty(0, k)
+    return column_gradients(Op.REDUCE_SCATTER, dy, gathered, w, packed, isa, group_name, needs_x, needs_w)
 
 
 @all_gather_matmul_backward.register_fake

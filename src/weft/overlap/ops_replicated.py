@@ -16,9 +16,8 @@ from weft.kernels import PackedWeight
 from weft.overlap import calls
 from weft.overlap.context import context_by_name
 from weft.overlap.once import refuse_second_order
-from weft.overlap.ops import packed_weight, transposed_weight
+from weft.overlap.ops import column_gradients, packed_weight
 from weft.overlap.plan import Op
-from weft.overlap.weights import product
 
 
 def replicated_matmul(
@@ -48,24 +47,7 @@ def _replicated_backward(
     dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None,
     isa: str, group_name: str, needs_x: bool, needs_w: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    context = context_by_name(group_name)
-    n, k = dy.shape[1], x.shape[1]
-    dw: list[Tensor] = []
-
-    def weight_gradient() -> None:
-        if needs_w:
-            dw.append(product(dy.t(), x.t()))
-
-    if not needs_x:
-        weight_gradient()
-        dx = dy.new_empty(0, k)
-    elif context.size == 1:
-        dx = calls.alone(dy, transposed_weight(context, w, packed, n, k, isa), None)
-        weight_gradient()
-    else:
-        weight = transposed_weight(context, w, packed, n, k, isa)
-        dx = calls.matmul_scatter(context, Op.ALL_REDUCE, dy, weight, bias=None, meanwhile=weight_gradient)
-    return dx, dw[0] if dw else dy.new_empty(0, k)
+    return column_gradients(Op.ALL_REDUCE, dy, x, w, packed, isa, group_name, needs_x, needs_w)
 
 
 @_replicated_backward.register_fake
