@@ -1,0 +1,1 @@
+"""Tensor-parallel transformers with every promise on: `weft.parallelize`."""
