@@ -75,7 +75,7 @@ def fail_while_computing(group: dist.ProcessGroup, how: str) -> None:
 
 def arm(op: str, transport: str, how: str, group: dist.ProcessGroup) -> None:
     if how == "stopped" and os.fork() == 0:  # which puts the victim out of its misery when all others have given up
-        time.sleep(5 * DEADLINE)
+        time.sleep(3 * DEADLINE)
         os.kill(os.getppid(), signal.SIGKILL)
         os._exit(0)
     context = context_of(group)

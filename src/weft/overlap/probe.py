@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -18,8 +20,8 @@ SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _MATMUL = (96, 512, 1024)  # m, k, n: small enough to be quick, large enough to run at full speed
 _ADD_BYTES = 1 << 22
 _REPEATS = 5
-# A block is also waited for, viewed, recorded and added up: as much work again as its message.
-_MESSAGE_WORK = 2.0
+# (bytes, messages) that travel beside a matmul: few large ones and many small ones tell a byte's cost from a message's.
+_LARGE, _SMALL = (1 << 19, 4), (1 << 14, 32)
 _TAG = 1
 
 
@@ -28,25 +30,30 @@ def measure_curves(group: Group) -> Curves:
     topology = Topology(group.hosts)
     x, w = torch.randn(_MATMUL[0], _MATMUL[1]), pack(torch.randn(_MATMUL[2], _MATMUL[1]))
     group.barrier("probe of the matmul")
-    seconds = _fastest(lambda: linear(x, w))
+
+    def matmul() -> None:
+        linear(x, w)
+
+    seconds = _fastest(matmul)
     a, b = torch.ones(_ADD_BYTES // 4), torch.ones(_ADD_BYTES // 4)
     added = _fastest(lambda: torch.add(a, b, out=a))
-    points, per_byte, per_message = _wire(group, topology)
+    points = _wire(group, topology)
+    per_byte, per_message = _taken(group, topology, matmul)
     mine = Curves(
         wire=Curve(points),
         flops=2.0 * _MATMUL[0] * _MATMUL[1] * _MATMUL[2] / seconds,
         add_bytes=2 * _ADD_BYTES / added,
         cpu_per_byte=per_byte,
         call_overhead=points[0][1],
-        cpu_per_message=_MESSAGE_WORK * per_message,
+        cpu_per_message=per_message,
         handover=_handover(),
     )
     return slowest([Curves.from_json(text) for text in share_texts(group, mine.to_json())])
 
 
-def _fastest(call: Callable[[], object]) -> float:
+def _fastest(call: Callable[[], object], *, repeats: int = _REPEATS) -> float:
     best = float("inf")
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         start = time.perf_counter()
         call()
         best = min(best, time.perf_counter() - start)
@@ -58,39 +65,66 @@ def _handover() -> float:
     return _fastest(lambda: worker.start(lambda job: job.agreed()).join(seconds=60.0))
 
 
-def _wire(group: Group, topology: Topology) -> tuple[tuple[tuple[float, float], ...], float, float]:
-    """Bytes of a host's card against seconds: one rank of each host sends to the next host and receives.
-
-    And the CPU seconds of a byte, and of the smallest message.
-    """
-    host = topology.hosts[group.rank]
-    speaks = topology.count > 1 and group.rank == topology.ranks_of(host)[0]
+def _wire(group: Group, topology: Topology) -> tuple[tuple[float, float], ...]:
+    """Bytes of a host's card against seconds: one rank of each host sends to the next host and receives."""
     points: list[tuple[float, float]] = []
-    per_byte = per_message = 0.0
     for size in SIZES:
         group.barrier(f"probe of {size} bytes")
-        if speaks:
-            right = topology.ranks_of((host + 1) % topology.count)[0]
-            left = topology.ranks_of((host - 1) % topology.count)[0]
-            seconds, cpu = _swap(group, right, left, size)
-            per_byte, per_message = cpu / size, cpu if size == SIZES[0] else per_message
-        else:
-            seconds = 1e-6  # never the slowest
+        neighbours = _neighbours(group, topology)
+        seconds = 1e-6  # never the slowest
+        if neighbours is not None:
+            seconds = _fastest(partial(_swap, group, *neighbours, size), repeats=3 if size >= 1 << 20 else _REPEATS)
         points.append((float(size), seconds))
-    return subadditive(points), per_byte, per_message
+    return subadditive(points)
 
 
-def _swap(group: Group, right: int, left: int, size: int) -> tuple[float, float]:
+def _taken(group: Group, topology: Topology, matmul: Callable[[], None]) -> tuple[float, float]:
+    """CPU seconds that a byte and a message take from a matmul that runs beside them.
+
+    More than the same messages cost alone: they interrupt the matmul and displace its data from the caches.
+    """
+    neighbours, worker, costs = _neighbours(group, topology), Worker("weft-probe"), []
+    for size, messages in (_LARGE, _SMALL):
+        group.barrier(f"probe of {messages} messages of {size} bytes beside a matmul")
+        if neighbours is not None:
+            swaps = partial(_swap, group, *neighbours, size, messages)
+            costs.append(statistics.median(_lost(worker, swaps, matmul) for _ in range(3)))
+    if not costs:
+        return 0.0, 0.0
+    (large, count), (small, many) = _LARGE, _SMALL
+    # costs[0] = count * (message + large * byte), costs[1] = many * (message + small * byte)
+    per_byte = max(0.0, (costs[0] / count - costs[1] / many) / (large - small))
+    return per_byte, max(0.0, costs[1] / many - small * per_byte)
+
+
+def _lost(worker: Worker, swaps: Callable[[], None], matmul: Callable[[], None]) -> float:
+    """Seconds by which matmuls come later while the worker swaps messages."""
+    alone = _fastest(matmul, repeats=3)
+    job = worker.start(lambda job: swaps())
+    start, done = time.perf_counter(), 0
+    while not job.is_finished():
+        matmul()
+        done += 1
+    elapsed = time.perf_counter() - start
+    job.join(seconds=60.0)
+    return max(0.0, elapsed - done * alone)
+
+
+def _neighbours(group: Group, topology: Topology) -> tuple[int, int] | None:
+    """The ranks that a host's first rank sends to and receives from; None for other ranks, and on one host."""
+    host = topology.hosts[group.rank]
+    if topology.count == 1 or group.rank != topology.ranks_of(host)[0]:
+        return None
+    right, left = (host + 1) % topology.count, (host - 1) % topology.count
+    return topology.ranks_of(right)[0], topology.ranks_of(left)[0]
+
+
+def _swap(group: Group, right: int, left: int, size: int, messages: int = 1) -> None:
     out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    wall, cpu = [], []
-    for _ in range(3 if size >= 1 << 20 else _REPEATS):
-        start, used = time.perf_counter(), time.process_time()
+    for _ in range(messages):
         transfers = [group.recv(into, left, tag=_TAG), group.send(out, right, tag=_TAG)]
         for transfer in transfers:
             transfer.wait(what=f"probe of {size} bytes")
-        wall.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - used)
-    return min(wall), min(cpu)
 
 
 def share_texts(group: Group, mine: str) -> list[str]:

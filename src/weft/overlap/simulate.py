@@ -69,6 +69,8 @@ class _World:
         else:
             if lane.endswith("compute"):
                 end += self.owed.pop(rank, 0.0)
+            else:  # sums and copies take their time from the matmul, too
+                self.owed[rank] = self.owed.get(rank, 0.0) + action.seconds
             self.busy[lane] = end
         self.known |= dict.fromkeys(action.gives, end)
         nbytes = None if action.message is None else int(action.message[2])

@@ -49,6 +49,10 @@ class Job:
         if self.error is not None:
             raise self.error
 
+    def is_finished(self) -> bool:
+        """Whether `join` would return at once."""
+        return self._finished.is_set()
+
     def join(self, *, seconds: float) -> None:
         """Waits for the end. `seconds` are beyond every deadline inside the job: only a bug reaches them."""
         if not self._finished.wait(seconds):
