@@ -1,0 +1,28 @@
+"""Scale on paper: what declared GPUs and clusters would do. Pure arithmetic; nothing here has met a GPU.
+
+`predict_op` predicts one overlapped matmul, `simulate_step` a whole step of training or inference, and `compare` the
+same step without each promise. The planners and simulators are those that run on the CPU; only the curves are declared.
+"""
+
+from weft.scale.gpus import GPUS, Gpu, find_gpu
+from weft.scale.job import Job, Mode, Promise
+from weft.scale.models import MODELS, Model, find_model
+from weft.scale.ops import OpPrediction, predict_op
+from weft.scale.step import Step, compare, simulate_step
+
+__all__ = [
+    "GPUS",
+    "MODELS",
+    "Gpu",
+    "Job",
+    "Mode",
+    "Model",
+    "OpPrediction",
+    "Promise",
+    "Step",
+    "compare",
+    "find_gpu",
+    "find_model",
+    "predict_op",
+    "simulate_step",
+]

@@ -1,0 +1,195 @@
+"""What is to be simulated: a model, cut over a cluster, and a batch. Checked here, so that the rest need not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+
+from weft.pipeline import SCHEDULES, Schedule, schedule
+from weft.pipeline.schedules import INTERLEAVED
+from weft.scale.gpus import Gpu
+from weft.scale.lengths import LENGTHS, Lengths
+from weft.scale.models import Model
+
+
+class Mode(str, Enum):
+    """A step of training, all prompts through the model, or one more token for every sequence."""
+
+    TRAIN = "train"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Activations(str, Enum):
+    """What lies between a layer's parallel halves: rows cut among the GPUs (gather, reduce-scatter), or copies."""
+
+    SHARDED = "sharded"
+    REPLICATED = "replicated"
+
+
+class Promise(str, Enum):
+    """The four things that weft does, each of which a step can be simulated without."""
+
+    OVERLAP = "overlap"
+    RESHARD = "reshard"
+    PIPELINE = "pipeline"
+    PACKED = "packed"
+
+
+ALL_PROMISES = frozenset(Promise)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of one replica: tokens that are computed, and pairs of a query and a key in attention."""
+
+    tokens: int
+    pairs: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model on hosts x devices GPUs, tp x pp x dp ways parallel; ranks count along tp first, then dp, then pp.
+
+    schedule:     of the pipeline
+    microbatches: of a step, in each of the dp replicas
+    sequences:    in a micro-batch
+    tokens:       the longest sequence; in decoding, the longest context
+    lengths:      how long the others are
+    gbps:         Gbit/s of a host's network cards together; the GPU's usual ones if None
+    """
+
+    model: Model
+    gpu: Gpu
+    hosts: int
+    devices: int
+    tp: int
+    pp: int
+    dp: int
+    schedule: str = "eager-1f1b"
+    microbatches: int = 32
+    sequences: int = 1
+    tokens: int = 2048
+    lengths: Lengths = LENGTHS["full"]
+    mode: Mode = Mode.TRAIN
+    activations: Activations = Activations.SHARDED
+    gbps: float | None = None
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("hosts", "devices", "tp", "pp", "dp", "microbatches", "sequences", "tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"got {name}={getattr(self, name)}; expected at least 1")
+        if self.gbps is not None and not self.gbps > 0:
+            raise ValueError(f"got gbps={self.gbps}; expected Gbit/s above 0, or None for the GPU's usual cards")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"got the schedule {self.schedule!r}; expected one of: {', '.join(SCHEDULES)}")
+        self._check_placement()
+        if self.model.kv_heads % self.tp:
+            raise ValueError(
+                f"got tp={self.tp} for the {self.model.kv_heads} key/value heads of {self.model.name}; "
+                "expected a divisor of them: a head is not cut"
+            )
+        if self.stages > self.model.layers:
+            raise ValueError(
+                f"got {self.stages} stages for the {self.model.layers} layers of {self.model.name}; "
+                "expected at least a layer for each; lower pp"
+            )
+
+    def _check_placement(self) -> None:
+        wanted, there = self.tp * self.pp * self.dp, self.hosts * self.devices
+        if wanted != there:
+            raise ValueError(
+                f"got tp={self.tp} x pp={self.pp} x dp={self.dp} = {wanted} GPUs for a cluster of {self.hosts}x"
+                f"{self.devices} = {there}; expected as many; change dp, or the cluster"
+            )
+        if self.devices > self.gpu.devices:
+            raise ValueError(
+                f"got {self.devices} GPUs a host; expected up to {self.gpu.devices}, as {self.gpu.name} is declared"
+            )
+        if self.devices % self.tp:
+            raise ValueError(
+                f"got tp={self.tp} on hosts of {self.devices} GPUs; expected a divisor, so that it stays in a host"
+            )
+        stage = self.tp * self.dp
+        if stage % self.devices and self.devices % stage:
+            raise ValueError(
+                f"got tp={self.tp} x dp={self.dp} = {stage} GPUs for each stage on hosts of {self.devices}; expected a "
+                "divisor or a multiple, so that no stage begins in the middle of another's host; change dp"
+            )
+
+    @property
+    def size(self) -> int:
+        """GPUs of the cluster."""
+        return self.hosts * self.devices
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline: one for each pp rank, two where stages are interleaved."""
+        return self.pp * (2 if self.schedule == INTERLEAVED and self.pp > 1 else 1)
+
+    @property
+    def neighbours(self) -> int:
+        """Replicas of a stage that share a host, and its network cards."""
+        return min(self.dp, self.devices // self.tp)
+
+    @property
+    def host_gbps(self) -> float:
+        """Gbit/s of a host's network cards; fewer GPUs than usual come with fewer cards."""
+        return self.gbps if self.gbps is not None else self.gpu.network_gbps * self.devices / self.gpu.devices
+
+    def host_of(self, stage: int) -> int:
+        """The host of a stage's first replicas."""
+        return (stage % self.pp) * self.neighbours * self.tp // self.devices
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of each stage, as even as can be."""
+        each, more = divmod(self.model.layers, self.stages)
+        return tuple(each + (stage < more) for stage in range(self.stages))
+
+    def made_schedule(self) -> Schedule:
+        """The schedule; forwards only in inference."""
+        name = "1f1b" if self.pp == 1 else self.schedule  # one rank: nothing to be early for, or to interleave
+        return _made(name, self.stages, self.microbatches, self.pp, self.mode is Mode.TRAIN)
+
+    def batch(self, promises: frozenset[Promise]) -> Batch:
+        """What a micro-batch computes: every sequence as long as the longest of it, or as long as it is."""
+        together = 1 if Promise.PACKED in promises else self.sequences
+        return self._batch(together)
+
+    @property
+    def real(self) -> Batch:
+        """The tokens that are there."""
+        return self._batch(1)
+
+    def _batch(self, together: int) -> Batch:
+        mean, square = (self.lengths.moment(power, batch=together) for power in (1, 2))
+        if self.mode is Mode.DECODE:  # one token a sequence, beside its context
+            return Batch(self.sequences, self.sequences * self.tokens * mean)
+        seen = 0.5 if self.model.causal else 1.0
+        tokens = max(1, round(self.sequences * self.tokens * mean))
+        return Batch(tokens, self.sequences * self.tokens**2 * square * seen)
+
+    def context(self, promises: frozenset[Promise]) -> float:
+        """Tokens of a micro-batch that the caches hold; a padded batch keeps its padding."""
+        together = 1 if Promise.PACKED in promises else self.sequences
+        return self.sequences * self.tokens * self.lengths.moment(1, batch=together)
+
+    @property
+    def model_flops(self) -> float:
+        """Flops that the real tokens of a step need, in all replicas; a backward is twice a forward."""
+        batch = self.real
+        forward = self.model.forward_flops(batch.tokens, batch.pairs, logits=self.predicted_tokens(batch))
+        return forward * self.microbatches * self.dp * (3 if self.mode is Mode.TRAIN else 1)
+
+    def predicted_tokens(self, batch: Batch) -> int:
+        """Tokens of a micro-batch that get logits: all in training, else one a sequence."""
+        return batch.tokens if self.mode is Mode.TRAIN else self.sequences
+
+
+@lru_cache(maxsize=32)
+def _made(name: str, stages: int, microbatches: int, ranks: int, backward: bool) -> Schedule:
+    made = schedule(name, stages=stages, microbatches=microbatches, ranks=ranks)
+    return made if backward else made.forward_only()

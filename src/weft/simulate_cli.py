@@ -1,0 +1,155 @@
+"""`weft simulate`: a whole step of training or inference on a cluster that is only declared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.predict_cli import DECLARED, check_folder, one_of
+
+if TYPE_CHECKING:
+    from weft.scale import Job, Step
+
+_DEFAULTS = {"train": (0, 1), "prefill": (1, 8), "decode": (1, 64)}  # micro-batches (0: four a stage), sequences
+
+
+def simulate(
+    cluster: Annotated[str, typer.Option(help="Hosts x GPUs of each, such as 16x8.")],
+    model: Annotated[str, typer.Option(help="gpt3-175b, gpt3-13b, llama2-7b, llama2-70b, llama3-405b or bert-large.")],
+    tp: Annotated[int, typer.Option(help="Tensor parallel, inside a host.")],
+    pp: Annotated[int, typer.Option(help="Stages of the pipeline.")] = 1,
+    dp: Annotated[int, typer.Option(help="Replicas.")] = 1,
+    gpu: Annotated[str, typer.Option(help="A100, A100-PCIe, H100, H800 or RTX4090.")] = "A100",
+    schedule: Annotated[str, typer.Option(help="Of the pipeline, such as eager-1f1b.")] = "eager-1f1b",
+    mode: Annotated[str, typer.Option(help="train, prefill or decode.")] = "train",
+    microbatches: Annotated[
+        int | None, typer.Option(help="Of a step, in each replica. [default: 4 a stage; 1 in inference]")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of a micro-batch. [default: 1; 8 in prefill, 64 in decode]")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="The longest sequence, or context in decode.")] = 2048,
+    lengths: Annotated[
+        str, typer.Option(help="full, uniform, squad, wikipedia, azure-code or azure-chat: how long the others are.")
+    ] = "full",
+    activations: Annotated[str, typer.Option(help="Between the halves of a layer: sharded or replicated.")] = "sharded",
+    gbps: Annotated[
+        float | None, typer.Option(help="Gbit/s of a host's cards. [default: the GPU's usual ones]")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    timeline_file: Annotated[Path | None, typer.Option("--timeline", help="Write a Chrome trace here.")] = None,
+) -> None:
+    """Simulate a step on a declared cluster: time, exposed communication, bubble, memory; without each promise too."""
+    from weft.scale import Job, compare, find_gpu, find_model
+    from weft.scale.job import Activations, Mode
+    from weft.scale.lengths import find_lengths
+    from weft.scale.step import ALL
+
+    for file in (json_file, timeline_file):
+        check_folder(file)
+    hosts, devices = parse_cluster(cluster)
+    kind = Mode(one_of("mode", mode, [each.value for each in Mode]))
+    layout = Activations(one_of("activations", activations, [each.value for each in Activations]))
+    usual_microbatches, usual_batch = _DEFAULTS[mode]
+    job = Job(
+        model=find_model(model),
+        gpu=find_gpu(gpu),
+        hosts=hosts,
+        devices=devices,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        schedule=schedule,
+        microbatches=microbatches if microbatches is not None else usual_microbatches or 4 * pp,
+        sequences=batch if batch is not None else usual_batch,
+        tokens=tokens,
+        lengths=find_lengths(lengths),
+        mode=kind,
+        activations=layout,
+        gbps=gbps,
+    )
+    found = compare(job)
+    typer.echo(f"{headline(job)}\n{table(found)}\n{DECLARED}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_json(job, found), indent=1) + "\n", encoding="utf-8")
+        typer.echo(f"wrote {json_file}", err=True)
+    if timeline_file is not None:
+        found[ALL].timeline.save(timeline_file)
+        typer.echo(f"wrote {timeline_file}", err=True)
+
+
+def parse_cluster(text: str) -> tuple[int, int]:
+    """Hosts and GPUs of each.
+
+    >>> parse_cluster("16x8")
+    (16, 8)
+    """
+    hosts, _, devices = text.partition("x")
+    if not (hosts.isdigit() and devices.isdigit() and int(hosts) and int(devices)):
+        raise ValueError(f"got the cluster {text!r}; expected hosts x GPUs of each, such as 16x8")
+    return int(hosts), int(devices)
+
+
+def headline(job: Job) -> str:
+    """What was simulated, in a line."""
+    return (
+        f"{job.model.name}, {job.mode.value}: {job.hosts}x{job.devices} {job.gpu.name}, tp {job.tp}, pp {job.pp}, "
+        f"dp {job.dp}, {job.schedule}, {job.microbatches} micro-batches of {job.sequences} x {job.tokens} tokens "
+        f"({job.lengths.name}), {job.activations.value}, {job.host_gbps:g} Gbit/s a host"
+    )
+
+
+def table(found: dict[str, Step]) -> str:
+    """A row for each case; `time` is that of all four promises for 1."""
+    from weft.scale.step import ALL
+    from weft.timeline.text import align_columns, format_bytes, format_seconds
+
+    rows = [["promises", "step", "time", "exposed", "bubble", "peak memory", "MFU", "tokens/s"]]
+    for name, step in found.items():
+        share = f"{step.exposed / step.seconds:.1%}"
+        memory = format_bytes(step.memory) + ("" if step.fits else " !")
+        figures = [format_seconds(step.seconds), f"{step.seconds / found[ALL].seconds:.3f}x", share]
+        rate = f"{step.tokens_per_second:,.0f}"
+        rows.append([name, *figures, f"{step.bubble:.1%}", memory, f"{step.mfu:.1%}", rate])
+    notes = []
+    if not all(step.fits for step in found.values()):
+        size = format_bytes(next(iter(found.values())).job.gpu.memory)
+        notes.append(f"! does not fit into {size}: smaller micro-batches, or more tp or pp")
+    return "\n".join([align_columns(rows), *notes, *explain(found)])
+
+
+def explain(found: dict[str, Step]) -> list[str]:
+    """Why a promise made no difference, where it made none."""
+    from weft.scale.step import ALL
+
+    job, best = found[ALL].job, found[ALL].seconds
+
+    def idle(promise: str) -> bool:
+        return found[f"without {promise}"].seconds == best
+
+    notes = []
+    if idle("overlap") and job.tp > 1:
+        notes.append("overlap: no matmul has waves enough for a plan that is faster than none")
+    if idle("reshard") and job.pp > 1:
+        notes.append(
+            "reshard: every GPU sends its rows to one other already; --activations replicated has more to move"
+        )
+    if idle("packed"):
+        notes.append("packed: nothing is padded; --lengths and --batch make batches that would be")
+    return notes
+
+
+def as_json(job: Job, found: dict[str, Step]) -> dict[str, object]:
+    """What --json writes."""
+    from weft.scale.step import ideal_seconds
+
+    asked = {"cluster": f"{job.hosts}x{job.devices}", "gpu": job.gpu.name, "model": job.model.name}
+    asked |= {
+        name: getattr(job, name) for name in ("tp", "pp", "dp", "schedule", "microbatches", "sequences", "tokens")
+    }
+    asked |= {"mode": job.mode.value, "activations": job.activations.value, "lengths": job.lengths.name}
+    rows = [{"case": name, **step.as_dict()} for name, step in found.items()]
+    return {**asked, "gbps": job.host_gbps, "ideal_seconds": ideal_seconds(job), "rows": rows}
