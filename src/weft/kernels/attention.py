@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels import cpu_attention as cpu
 from weft.kernels.cpu_attention import Scoring
+from weft.kernels.dispatch import kernels_for
 
 
 def attention(
@@ -72,7 +72,7 @@ def _forward(
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     out = q.new_empty(q.shape)
     lse = q.new_empty((q.shape[1], q.shape[0]) if keep else (0,), dtype=torch.float32)
-    cpu.attention(
+    kernels_for(q).attention(
         q, k, v, cu_q, cu_k, scoring, out=out, lse=lse if keep else None, isa_name=isa, threads=threads
     )  # fmt: skip
     return out, lse
@@ -100,7 +100,7 @@ def _grad_op(
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     dbias = q.new_zeros(bias.shape if needs_bias and bias is not None else (0,), dtype=torch.float32)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    cpu.attention_grad(
+    kernels_for(q).attention_grad(
         dout.contiguous(), q, k, v, out, lse, cu_q, cu_k, Scoring(scale, left, right, slopes, bias, dropout, seed),
         dq=dq, dk=dk, dv=dv, dbias=dbias if needs_bias else None, isa_name=isa, threads=threads,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def _self_grad_op(
     dbias = qkv.new_zeros(bias.shape if needs_bias and bias is not None else (0,), dtype=torch.float32)
     q, k, v = split_heads(qkv.contiguous(), heads, kv_heads)
     dq, dk, dv = split_heads(dqkv, heads, kv_heads)
-    cpu.attention_grad(
+    kernels_for(q).attention_grad(
         dout.contiguous(), q, k, v, out, lse, cu, cu, Scoring(scale, left, right, slopes, bias, dropout, seed),
         dq=dq, dk=dk, dv=dv, dbias=dbias if needs_bias else None, isa_name=isa, threads=threads,
     )  # fmt: skip

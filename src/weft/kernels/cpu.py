@@ -20,6 +20,9 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MAX_THREADS = 1024
 _HUGE_BYTES = 4 << 20
 FASTEST = _core.available_isas()[0]
+LAYOUT = FASTEST
+TORCH_MULTIPLIES = frozenset((torch.float32,))  # needs no packing; its bfloat16 matmul is many times slower
+TAKES_ADDRESSES = True
 
 
 @cache
@@ -41,12 +44,18 @@ def dtype_code(dtype: torch.dtype) -> int:
     return _DTYPES[dtype]
 
 
-def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """A new tensor; a large one on huge pages where the system has them."""
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    tensor = torch.empty(shape, dtype=dtype, device=device)
     if tensor.nbytes >= _HUGE_BYTES:
         _core.advise_huge(tensor.data_ptr(), tensor.nbytes)
     return tensor
+
+
+def packed_elements(n: int, k: int, isa_name: str) -> int:
+    """How many elements a packed weight [N, K] has; sizes may be symbolic."""
+    panel = isa(isa_name).panel
+    return -(-n // panel) * panel * k
 
 
 def pack(w: Tensor, isa_name: str, threads: int) -> Tensor:

@@ -59,7 +59,7 @@ def attention_grad(
     for t, name, like in ((dout, "dout", q), (out, "out", q), (dq, "dq", q), (dk, "dk", k), (dv, "dv", v)):
         _check_like(t, name, like.shape, q.dtype)
     job = _job(q, k, v, out, scoring, lse)
-    grads = _strided(dout), _strided(dq), _strided(dk), _strided(dv)
+    grads = strided(dout), strided(dq), strided(dk), strided(dv)
     cu = cu_q.data_ptr(), cu_k.data_ptr(), cu_q.numel() - 1
     _core.attention_grad(
         isa(isa_name), job, *grads, 0 if dbias is None else dbias.data_ptr(), *cu, thread_count(threads)
@@ -73,7 +73,7 @@ def _job(
     slopes = 0 if scoring.slopes is None else scoring.slopes.data_ptr()
     bias, reach = (0, 0) if scoring.bias is None else (scoring.bias.data_ptr(), scoring.bias.shape[1] // 2)
     return _core.Attention(
-        _strided(q), _strided(k), _strided(v), _strided(out), dtype_code(q.dtype), heads, k.shape[1], width, tokens,
+        strided(q), strided(k), strided(v), strided(out), dtype_code(q.dtype), heads, k.shape[1], width, tokens,
         scoring.scale, scoring.left, scoring.right, slopes, bias, reach, 0 if lse is None else lse.data_ptr(),
         *_dropout(scoring),
     )  # fmt: skip
@@ -90,7 +90,7 @@ def _dropout(scoring: Scoring) -> tuple[int, int, float]:
     return int(scoring.seed) % 2**64, drop_below(scoring.dropout), 1 / (1 - scoring.dropout)
 
 
-def _strided(t: Tensor) -> tuple[int, int, int]:
+def strided(t: Tensor) -> tuple[int, int, int]:
     return t.data_ptr(), t.stride(0), t.stride(1)
 
 

@@ -1,23 +1,154 @@
-"""One table: which module computes on which device. Everything above calls `kernels_for(tensor)` and nothing else."""
+"""One table: (device type, dtype) -> the implementation of every operation on tiles and rows.
+
+Everything above calls `kernels_for(tensor)` and nothing else, so no op asks on which device it is. An implementation
+is loaded when it is first needed: a CPU-only machine needs no Triton.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import cache
-from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
 
-_MODULES = {"cpu": "weft.kernels.cpu"}
+NATIVE, TRITON = "native", "triton"
+
+# The table. Only `routed` changes it, for as long as its block lasts.
+_TABLE: dict[tuple[str, torch.dtype], str] = {
+    ("cpu", torch.float32): NATIVE,
+    ("cpu", torch.bfloat16): NATIVE,
+    ("cuda", torch.float32): TRITON,
+    ("cuda", torch.bfloat16): TRITON,
+    ("cuda", torch.float16): TRITON,
+}
+
+_MODULES = {
+    NATIVE: ("weft.kernels.cpu", "weft.kernels.cpu_rows", "weft.kernels.cpu_attention"),
+    TRITON: ("weft.kernels.triton",),
+}
 
 
-def kernels_for(tensor: Tensor) -> ModuleType:
-    """The module with `empty`, `pack`, `unpack` and `linear` for the device of `tensor`."""
-    return _module(tensor.device.type)
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """One implementation. The functions have the arguments of those of the same name in `cpu`, `cpu_rows`, and
+    `cpu_attention`.
+
+    `layout` names the form that `pack` gives a weight [N, K], of `packed_elements(n, k, layout)` elements.
+    `torch_multiplies` are the types in which torch's own matmul of two plain matrices is as fast.
+    `takes_addresses` says that `weft._core` computes on this memory, for who would rather call that itself.
+    """
+
+    name: str
+    layout: str
+    torch_multiplies: frozenset[torch.dtype]
+    takes_addresses: bool
+    packed_elements: Callable[[int, int, str], int]
+    empty: Callable[..., Tensor]
+    pack: Callable[[Tensor, str, int], Tensor]
+    unpack: Callable[[Tensor, int, int, str, int], Tensor]
+    linear: Callable[..., None]
+    norm: Callable[..., None]
+    gather: Callable[..., None]
+    rotary: Callable[..., None]
+    gate: Callable[..., None]
+    attention: Callable[..., None]
+    attention_grad: Callable[..., None]
+
+
+def kernels_for(tensor: Tensor) -> Kernels:
+    """The implementation for the device and type of `tensor`.
+
+    >>> kernels_for(torch.zeros(1)).name
+    'native'
+    """
+    return _find(tensor.device.type, tensor.dtype)
+
+
+def layout_on(device: str, dtype: torch.dtype) -> str:
+    """The layout of packed weights.
+
+    >>> layout_on("cpu", torch.float32) == kernels_for(torch.zeros(1)).layout
+    True
+    """
+    return _find(device, dtype).layout
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler: an implementation cannot be loaded
+# while a function is traced, so the tracer calls this.
+layout_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _find(device: str, dtype: torch.dtype) -> Kernels:
+    name = _TABLE.get((device, dtype))
+    if name is None:
+        raise ValueError(_unsupported(device, dtype))
+    return _load(name)
+
+
+def is_supported(device: str, dtype: torch.dtype) -> bool:
+    """Whether there is an implementation.
+
+    >>> is_supported("cpu", torch.float16)
+    False
+    """
+    return (device, dtype) in _TABLE
+
+
+def dtypes_on(device: str) -> str:
+    """The types that are supported on a device, for a message.
+
+    >>> dtypes_on("cpu")
+    'float32 or bfloat16'
+    """
+    return " or ".join(str(dtype).removeprefix("torch.") for other, dtype in _TABLE if other == device)
+
+
+@contextmanager
+def routed(device: str, implementation: str) -> Iterator[None]:
+    """Computes all that is on `device` by another implementation until the block ends, in all threads.
+
+    So the Triton kernels are run on tensors of the CPU where Triton interprets them:
+
+        with routed("cpu", TRITON):
+            y = weft.packed_attention(q, k, v, batch)
+    """
+    if implementation not in _MODULES:
+        raise ValueError(f"got the implementation {implementation!r}, expected one of {', '.join(_MODULES)}")
+    before = dict(_TABLE)
+    types = [dtype for (_, dtype), name in before.items() if name == implementation]
+    try:
+        for dtype in types:
+            _TABLE[device, dtype] = implementation
+        yield
+    finally:
+        _TABLE.clear()
+        _TABLE.update(before)
 
 
 @cache
-def _module(device: str) -> ModuleType:
-    if device not in _MODULES:
-        raise ValueError(f"weft has kernels for {', '.join(_MODULES)}, got a tensor on {device}; move it with .cpu()")
-    return importlib.import_module(_MODULES[device])
+def _load(name: str) -> Kernels:
+    if name == TRITON and importlib.util.find_spec("triton") is None:
+        raise ValueError("tensors on a GPU are computed by Triton, which is not installed; pip install 'weft[gpu]'")
+    modules = [importlib.import_module(module) for module in _MODULES[name]]
+    found: dict[str, Any] = {"name": name}
+    for field in fields(Kernels)[1:]:
+        attribute = _ATTRIBUTES.get(field.name, field.name)
+        found[field.name] = next(getattr(module, attribute) for module in modules if hasattr(module, attribute))
+    return Kernels(**found)
+
+
+_ATTRIBUTES = {"layout": "LAYOUT", "torch_multiplies": "TORCH_MULTIPLIES", "takes_addresses": "TAKES_ADDRESSES"}
+
+
+def _unsupported(device: str, dtype: torch.dtype) -> str:
+    devices = list(dict.fromkeys(device for device, _ in _TABLE))
+    if device not in devices:
+        return f"weft has kernels for {' and '.join(devices)}, got a tensor on {device}; move it with .cpu()"
+    types = dtypes_on(device).replace(" or ", " and ")
+    return f"weft computes in {types} on {device}, got {dtype}; convert with .float() or .bfloat16()"

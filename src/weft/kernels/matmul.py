@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from weft.kernels import cpu
-from weft.kernels.dispatch import kernels_for
+from weft.kernels.dispatch import kernels_for, layout_on
 from weft.kernels.tiles import Ready, Rows, TileOutput, TileSchedule
 
 
@@ -49,7 +49,7 @@ class PackedWeight:
         """
         if w.dim() != 2:
             raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
-        isa = isa or cpu.FASTEST
+        isa = isa or layout_on(w.device.type, w.dtype)
         source = w if w.requires_grad else None
         dense = w.detach()
         # The first call of any op imports half of torch; a plain tensor needs none of it.
@@ -66,8 +66,7 @@ class PackedWeight:
 
     def to_dense(self) -> Tensor:
         """A new contiguous tensor [N, K] with the packed values."""
-        dense: Tensor = kernels_for(self.data).unpack(self.data, self.n, self.k, self.isa, 0)
-        return dense
+        return kernels_for(self.data).unpack(self.data, self.n, self.k, self.isa, 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,14 +110,14 @@ def linear(
         raise ValueError(f"weight must be a PackedWeight, got {type(weight).__name__}; PackedWeight.from_dense(w)")
     if x.dim() < 1 or x.shape[-1] != weight.k:
         raise ValueError(f"x must have shape [..., {weight.k}] for a weight {weight!r}, got {list(x.shape)}")
-    if not x.is_cpu:
-        kernels_for(x)  # raises, and names the devices that there are kernels for
+    if not (x.is_cpu or torch.compiler.is_compiling()):
+        kernels_for(x)  # raises where there are none: a meta tensor would pass for a fake one
     source = _fresh(weight)
     rows, added = _as_matrix(x), None if residual is None else _as_matrix(residual)
     if out is not None or schedule is not None or ready is not None or done is not None:
         return _executor_call(x, rows, weight, bias, activation, added, out, threads, schedule, done, ready)
     if _is_plain(x, source, bias, residual):
-        y: Tensor = kernels_for(x).empty(rows.shape[0], weight.n, dtype=x.dtype)
+        y = kernels_for(x).empty(rows.shape[0], weight.n, dtype=x.dtype, device=x.device)
         _run(rows, weight.data, weight.n, weight.isa, y, None, bias, activation, added, threads)
     else:
         keep = activation is not None and torch.is_grad_enabled()
@@ -173,7 +172,7 @@ def _executor_call(
     if done is not None and schedule is None:
         raise ValueError("done= counts the tiles of groups, so it needs schedule= to say which those are")
     if out is None:
-        out = kernels_for(x).empty(*x.shape[:-1], weight.n, dtype=x.dtype)
+        out = kernels_for(x).empty(*x.shape[:-1], weight.n, dtype=x.dtype, device=x.device)
     if tuple(out.shape) != (*x.shape[:-1], weight.n):
         raise ValueError(f"out must have shape {[*x.shape[:-1], weight.n]}, got {list(out.shape)}")
     target = out if out.dim() == 2 else out.view(math.prod(out.shape[:-1]), weight.n)
@@ -228,20 +227,18 @@ def _fresh(weight: PackedWeight) -> Tensor | None:
 # Ops of their own, so that a compiled backward can pack gradients and unpack weights.
 @torch.library.custom_op("weft::pack", mutates_args=())
 def _pack(w: Tensor, isa: str, threads: int) -> Tensor:
-    packed: Tensor = kernels_for(w).pack(w, isa, threads)
-    return packed
+    packed = kernels_for(w).pack(w, isa, threads)
+    return packed.clone() if packed.data_ptr() == w.data_ptr() else packed  # an op's result is its own memory
 
 
 @_pack.register_fake
 def _(w, isa, threads):  # type: ignore[no-untyped-def]
-    panel = cpu.isa(isa).panel
-    return w.new_empty(-(-w.shape[0] // panel) * panel * w.shape[1])
+    return w.new_empty(kernels_for(w).packed_elements(w.shape[0], w.shape[1], isa))
 
 
 @torch.library.custom_op("weft::unpack", mutates_args=())
 def _unpack(packed: Tensor, n: int, k: int, isa: str, threads: int) -> Tensor:
-    dense: Tensor = kernels_for(packed).unpack(packed, n, k, isa, threads)
-    return dense
+    return kernels_for(packed).unpack(packed, n, k, isa, threads)
 
 
 @_unpack.register_fake
@@ -262,7 +259,7 @@ def _op(
     threads: int,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
-    y = kernels_for(x).empty(x.shape[0], n, dtype=x.dtype)
+    y = kernels_for(x).empty(x.shape[0], n, dtype=x.dtype, device=x.device)
     pre = x.new_empty((x.shape[0], n) if keep_pre else (0,))
     _run(x, packed, n, isa, y, pre if keep_pre else None, bias, activation, residual, threads)
     return y, pre
@@ -294,9 +291,9 @@ def _backward(ctx, dy: Tensor | None, _):  # type: ignore[no-untyped-def]
     dx = dw = db = None
     if needs_x:
         dense = weight if weight is not None else _unpack(packed, ctx.n, ctx.k, ctx.isa, ctx.threads)
-        dx = _product(dz, dense.t())
+        dx = product(dz, dense.t())
     if needs_weight:
-        dw = _product(dz.t(), x.t())
+        dw = product(dz.t(), x.t())
     if needs_bias:
         db = dz.sum(0)
     return dx, None, dw, db, dy if needs_residual else None, *(None,) * 5
@@ -305,9 +302,13 @@ def _backward(ctx, dy: Tensor | None, _):  # type: ignore[no-untyped-def]
 _op.register_autograd(_backward, setup_context=_setup)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] b[N, K]^T. torch's own float32 matmul needs no packing; its bfloat16 one is many times slower."""
-    if a.dtype == torch.float32:
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] b[N, K]^T for matrices that are used once: by torch's own matmul where that is fast.
+
+    >>> product(torch.ones(2, 3), torch.ones(4, 3)).shape
+    torch.Size([2, 4])
+    """
+    if a.dtype in kernels_for(a).torch_multiplies:
         return a @ b.t()
     return linear(a, PackedWeight.from_dense(b))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.kernels import cpu_rows
+from weft.kernels.dispatch import kernels_for
 from weft.kernels.matmul import activation_grad
 
 
@@ -64,7 +64,7 @@ def _norm_op(
     out, adds = x.new_empty(x.shape), bias is not None or residual is not None
     total = x.new_empty(x.shape if adds else (0,))
     mean, rstd = (x.new_empty(x.shape[0], 1, dtype=torch.float32) for _ in range(2))
-    cpu_rows.norm(
+    kernels_for(x).norm(
         _by_row(x), weight, beta, out=out, eps=eps, rms=rms, bias=bias,
         residual=None if residual is None else _by_row(residual), total=total if adds else None, mean=mean, rstd=rstd,
         isa_name=isa, threads=threads,
@@ -115,8 +115,8 @@ def _layer_grad(
     dout: Tensor, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, beta: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     wanted = [True, weight is not None, beta is not None]
-    # ATen wants the statistics in the type of its input.
-    mean, rstd = mean.to(z.dtype), rstd.to(z.dtype)
+    if z.is_cpu:  # there ATen wants the statistics in the type of its input, on a GPU in float32
+        mean, rstd = mean.to(z.dtype), rstd.to(z.dtype)
     d, dw, db = torch.ops.aten.native_layer_norm_backward(
         dout.contiguous(), z.contiguous(), [z.shape[1]], mean, rstd, weight, beta, wanted
     )
@@ -148,7 +148,7 @@ def _rotary_op(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, heads: int, sign: float, isa: str, threads: int
 ) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    cpu_rows.rotary(out, cos, sin, positions, out=out, heads=heads, sign=sign, isa_name=isa, threads=threads)
+    kernels_for(x).rotary(out, cos, sin, positions, out=out, heads=heads, sign=sign, isa_name=isa, threads=threads)
     return out
 
 
@@ -182,7 +182,7 @@ def gate(x: Tensor, *, activation: str, isa: str = "", threads: int = 0) -> Tens
 @torch.library.custom_op("weft::gate", mutates_args=())
 def _gate_op(x: Tensor, activation: str, isa: str, threads: int) -> Tensor:
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
-    cpu_rows.gate(_by_row(x), activation=activation, out=out, isa_name=isa, threads=threads)
+    kernels_for(x).gate(_by_row(x), activation=activation, out=out, isa_name=isa, threads=threads)
     return out
 
 

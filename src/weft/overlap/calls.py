@@ -40,7 +40,7 @@ class Asked:
 def resolve(context: Context, call: Call, asked: Asked) -> tuple[OverlapPlan, str]:
     """The plan to follow, and what all ranks must say alike. Collective when the group has no plan yet."""
     if asked.plan:
-        plan = _checked(_parsed(asked.plan), context, asked)
+        plan = given_plan(context, asked)
         return plan, call_text(plan, bias=asked.bias)
     shape = (asked.op, asked.m, asked.n, asked.k, asked.dtype_name)
     plan_or_none = context.planner.known(*shape)
@@ -57,7 +57,9 @@ def _parsed(text: str) -> OverlapPlan:
     return OverlapPlan.parse(text)
 
 
-def _checked(plan: OverlapPlan, context: Context, asked: Asked) -> OverlapPlan:
+def given_plan(context: Context, asked: Asked) -> OverlapPlan:
+    """The plan that the caller gave, for this shape."""
+    plan = _parsed(asked.plan)
     if plan.op is not asked.op or plan.hosts != context.hosts or plan.dtype != asked.dtype_name:
         raise ValueError(
             f"the plan is for {plan.op.value} in {plan.dtype} on hosts {plan.hosts}, expected {asked.op.value} in "
@@ -69,8 +71,7 @@ def _checked(plan: OverlapPlan, context: Context, asked: Asked) -> OverlapPlan:
 
 def _empty(like: Tensor, rows: int, cols: int) -> Tensor:
     """On huge pages where that pays: the page faults of a large output take as long as a part of its matmul."""
-    made: Tensor = kernels_for(like).empty(rows, cols, dtype=like.dtype)
-    return made
+    return kernels_for(like).empty(rows, cols, dtype=like.dtype, device=like.device)
 
 
 def gather_matmul(
@@ -108,7 +109,7 @@ def matmul_scatter(
     return y
 
 
-def _exchange_counts(context: Context, call: Call, destinations: Tensor) -> Counts:
+def exchange_counts(context: Context, call: Call, destinations: Tensor) -> Counts:
     what = f"{Op.ALL_TO_ALL.value}: the number of rows"
     mine = torch.bincount(destinations, minlength=context.size)
     return tuple(map(tuple, context.agreement.gather(mine, deadline=call.deadline, what=what)))
@@ -124,7 +125,7 @@ def matmul_scatter_rows(
         found, text = resolve(context, call, asked)
         with OutgoingCall(context, call, found, text, dtype=x.dtype) as run:
             run.meet()  # sizes are exchanged first, so there is nothing to do meanwhile
-            counts = _exchange_counts(context, call, destinations)
+            counts = exchange_counts(context, call, destinations)
             y = _empty(x, run.prepare(counts), weight.n)
             rows: Tensor | Rows = x
             if x.shape[0]:

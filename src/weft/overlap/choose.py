@@ -43,6 +43,14 @@ def choose_plan(
     return ranked_plans(base, curves)[0]
 
 
+def choose_sequential(
+    op: Op | str, m: int, n: int, k: int, *, dtype: str, hosts: Sequence[int], curves: Curves
+) -> OverlapPlan:
+    """The predicted best plan that computes first and communicates then, or the other way round."""
+    base = OverlapPlan(Op(op), m, n, k, dtype, tuple(hosts), tile_n=min(_TILE_N, _round_up(n, 32)))
+    return next(replace(p, reason="overlap is off") for p in ranked_plans(base, curves) if p.sequential)
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Seconds of a plan's matmul alone, of all its bytes as one message, sequentially, overlapped, and the bound."""

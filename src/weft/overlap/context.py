@@ -62,6 +62,7 @@ class Context:
         self.planner = Planner(self.group)
         self.weights = WeightCache()
         self._banks = [Bank(pg, windows=shares_host, timeout=timeout) for _ in range(2)]
+        self.kept: dict[object, object] = {}  # what executors keep for this group
         self._calls = 0
         self._failure: str | None = None
         self._turn = threading.Lock()

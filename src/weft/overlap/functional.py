@@ -23,7 +23,7 @@
         wgrad     dw_r = DZ^T x_r,  db_r = sum of rows of DZ
 
 Partial results are added in one order whatever the plan: ranks in order inside a host, then hosts in order. So all
-plans give the same bits. float32 and bfloat16; tensors on the CPU; x may have leading dims only where noted.
+plans give the same bits on a CPU. float32 and bfloat16, and float16 on a GPU. `docs/gpu.md` says what differs there.
 Calls on a group are collective and come in the same order on all ranks. Each ends within the group's timeout.
 """
 
@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft.kernels import PackedWeight
+from weft.kernels.dispatch import dtypes_on, is_supported
 from weft.overlap import ops, ops_all_to_all
 from weft.overlap.plan import Op, OverlapPlan
 
@@ -166,8 +167,9 @@ def _check(name: str, x: Tensor, k: int, weight: Tensor | None, bias: Tensor | N
     assert weight is not None
     if x.dim() != 2 or x.shape[1] != k:
         raise ValueError(f"{name} has shape {list(x.shape)}, expected [M, {k}] for a weight [{n}, {k}]; flatten it")
-    if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{name} is {x.dtype} and the weight {weight.dtype}, expected float32 or bfloat16, both alike")
+    if x.dtype != weight.dtype or not is_supported(x.device.type, x.dtype):
+        types = dtypes_on(x.device.type) or f"a device with kernels, not {x.device.type}"
+        raise ValueError(f"{name} is {x.dtype} and the weight {weight.dtype}, expected {types}, both alike")
     if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype):
         raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, expected {x.dtype} [{n}] like the weight's rows")
 

@@ -61,17 +61,18 @@ class Bank:
         nbytes = size_class(max(need.shared_bytes, self._shared.numel()), _SMALLEST_BYTES)
         counters = size_class(max(need.counters, len(self._own)), _SMALLEST_COUNTERS)
         self.bound.clear()
-        if self._windows:
-            self._window = Window.create(self._pg, nbytes, counters_per_rank=counters, timeout=self._timeout)
-            self._shared, self._own = self._window.local, self._window.counters(self._rank)
-        else:
-            self._shared, self._own = torch.empty(nbytes, dtype=torch.uint8), Counters(counters)
+        with torch.inference_mode(False):  # views, too, are written to in whatever mode later calls are in
+            if self._windows:
+                self._window = Window.create(self._pg, nbytes, counters_per_rank=counters, timeout=self._timeout)
+                self._shared, self._own = self._window.local, self._window.counters(self._rank)
+            else:
+                self._shared, self._own = _lasting(nbytes), Counters(counters)
 
     def private(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] that only this rank sees; its contents last for one call."""
         if self._private.numel() < nbytes:
             self.bound.clear()
-            self._private = torch.empty(size_class(nbytes, _SMALLEST_BYTES), dtype=torch.uint8)
+            self._private = _lasting(size_class(nbytes, _SMALLEST_BYTES))
         return self._private[:nbytes]
 
     def shared(self, rank: int) -> Tensor:
@@ -87,6 +88,12 @@ class Bank:
             return self._own
         assert self._window is not None
         return self._window.counters(rank)
+
+
+def _lasting(nbytes: int) -> Tensor:
+    """uint8 [nbytes] that calls may write to in inference mode and outside of it, whichever the first one was in."""
+    with torch.inference_mode(False):
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def view(memory: Tensor, dtype: torch.dtype, at: int, rows: int, cols: int) -> Tensor:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from weft.kernels import PackedWeight
+from weft.kernels.matmul import product
 from weft.overlap import calls
 from weft.overlap.context import Context, context_by_name, group_by_name
+from weft.overlap.executors import executor_for
 from weft.overlap.once import refuse_second_order
 from weft.overlap.plan import Op
 from weft.overlap.tiles import chunk_bounds
-from weft.overlap.weights import pack, product
+from weft.overlap.weights import pack
 
 
 def packed_weight(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> PackedWeight:
@@ -62,7 +64,7 @@ def column_gradients(
         weight_gradient()
     else:
         weight = transposed_weight(context, w, packed, n, k, isa)
-        dx = calls.matmul_scatter(context, op, dy, weight, bias=None, meanwhile=weight_gradient)
+        dx = executor_for(dy).matmul_scatter(context, op, dy, weight, bias=None, meanwhile=weight_gradient)
     return dx, dw[0] if dw else dy.new_empty(0, k)
 
 
@@ -84,7 +86,7 @@ def run_all_gather_matmul(
     weight = packed_weight(context, w, packed, n, x.shape[1], isa)
     if context.size == 1:
         return calls.alone(x, weight, bias), x.clone() if keep else x.new_empty(0, x.shape[1])
-    return calls.gather_matmul(context, x, weight, m=m, bias=bias, plan=plan, keep=keep)
+    return executor_for(x).gather_matmul(context, x, weight, m=m, bias=bias, plan=plan, keep=keep)
 
 
 all_gather_matmul = torch.library.custom_op("weft::all_gather_matmul", run_all_gather_matmul, mutates_args=())
@@ -144,7 +146,7 @@ def run_matmul_reduce(
     weight = packed_weight(context, w, packed, n, x.shape[1], isa)
     if context.size == 1:
         return calls.alone(x, weight, bias)
-    return calls.matmul_scatter(context, Op(op), x, weight, bias=bias, plan=plan)
+    return executor_for(x).matmul_scatter(context, Op(op), x, weight, bias=bias, plan=plan)
 
 
 matmul_reduce = torch.library.custom_op("weft::matmul_reduce", run_matmul_reduce, mutates_args=())
@@ -166,7 +168,7 @@ def matmul_reduce_scatter_backward(
     if context.size == 1:
         dx, gathered = calls.alone(dy, weight, None), dy
     else:
-        dx, gathered = calls.gather_matmul(context, dy, weight, m=m, bias=None, plan="", keep=needs_w)
+        dx, gathered = executor_for(dy).gather_matmul(context, dy, weight, m=m, bias=None, plan="", keep=needs_w)
     return dx, product(gathered.t(), x.t()) if needs_w else dy.new_empty(0, k)
 
 

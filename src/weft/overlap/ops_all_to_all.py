@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.kernels.matmul import product
 from weft.overlap import calls
 from weft.overlap.context import context_by_name, group_by_name
+from weft.overlap.executors import executor_for
 from weft.overlap.once import refuse_second_order
 from weft.overlap.ops import packed_weight, transposed_weight
-from weft.overlap.weights import product
 
 
 def run_matmul_all_to_all(
@@ -20,7 +21,8 @@ def run_matmul_all_to_all(
     weight = packed_weight(context, w, packed, n, x.shape[1], isa)
     if context.size == 1:
         return calls.alone(x, weight, bias), torch.tensor([[x.shape[0]]])
-    y, counts = calls.matmul_scatter_rows(context, x, weight, destinations, bias=bias, plan=plan)
+    executor = executor_for(x)
+    y, counts = executor.matmul_scatter_rows(context, x, weight, destinations, bias=bias, plan=plan)
     if rows >= 0 and y.shape[0] != rows:
         raise ValueError(f"rows={rows} rows were promised to rank {context.rank}, but {y.shape[0]} came")
     return y, counts
@@ -47,7 +49,7 @@ def matmul_all_to_all_backward(
     weight = transposed_weight(context, w, packed, dy.shape[1], x.shape[1], isa)
     if context.size == 1:
         return calls.alone(dy, weight, None), product(dy.t(), x.t()), dy.sum(0)
-    sorted_dx, dz = calls.gather_rows_matmul(context, dy, weight, counts)
+    sorted_dx, dz = executor_for(dy).gather_rows_matmul(context, dy, weight, counts)
     order = torch.argsort(destinations, stable=True)
     dx = torch.empty_like(x)
     dx[order] = sorted_dx

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.comm import Group
-from weft.overlap.choose import choose_plan
+from weft.overlap.choose import choose_plan, choose_sequential
 from weft.overlap.curves import Curves
 from weft.overlap.plan import Op, OverlapPlan, shared_dims
 from weft.overlap.probe import measure_curves, share_texts
@@ -23,6 +23,7 @@ class Planner:
         self._plans: dict[tuple[object, ...], OverlapPlan] = {}
         self._fitted: dict[tuple[object, ...], OverlapPlan] = {}  # making and checking a plan takes 30 us
         self._curves: Curves | None = None
+        self.overlaps = True  # or every plan is the best sequential one; to be set on all ranks, before the first call
 
     def known(self, op: Op, m: int, n: int, k: int, dtype: str) -> OverlapPlan | None:
         """The plan for these shapes, if there is one."""
@@ -40,7 +41,8 @@ class Planner:
         """A predicted plan. Collective: rank 0 chooses. The first one measures the group's curves."""
         curves, mine = self.curves(), ""
         if self._group.rank == 0:
-            mine = str(choose_plan(op, m, n, k, dtype=dtype, hosts=self._group.hosts, curves=curves))
+            choose = choose_plan if self.overlaps else choose_sequential
+            mine = str(choose(op, m, n, k, dtype=dtype, hosts=self._group.hosts, curves=curves))
         told = OverlapPlan.parse(share_texts(self._group, mine)[0])
         self.use(told)
         return told.fit(m=m, n=n, k=k)

@@ -6,11 +6,10 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weft.kernels import PackedWeight, linear
+from weft.kernels import PackedWeight
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,11 @@ class WeightCache:
         if found is not None and found.version == w._version and not found.storage.expired():
             return found.packed
         packed = pack(dense)
+        if packed.data.data_ptr() == dense.data_ptr():  # the same memory, which an entry here would keep for ever
+            return packed
         with self._lock:
             for gone in [k for k, e in self._entries.items() if e.storage.expired()]:
                 del self._entries[gone]
             weak: Any = StorageWeakRef
             self._entries[key] = _Entry(weak(storage), w._version, packed)
         return packed
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] b[N, K]^T. torch's own float32 matmul needs no packing; its bfloat16 one is many times slower."""
-    if a.dtype == torch.float32:
-        return a @ b.t()
-    return linear(a, pack(b))

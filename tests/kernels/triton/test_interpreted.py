@@ -27,4 +27,6 @@ def test_interpreted(file):
 
 
 def test_there_are_cases():
-    assert [file.stem for file in CASES] == ["cases_attention", "cases_matmul", "cases_rows", "cases_signals"]
+    assert [file.stem for file in CASES] == [
+        f"cases_{name}" for name in ("attention", "matmul", "public", "rows", "signals", "streams")
+    ]

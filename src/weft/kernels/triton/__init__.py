@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from weft.kernels.triton.attention import attention, attention_grad
 from weft.kernels.triton.checks import INTERPRETED
-from weft.kernels.triton.late import Late, wait
-from weft.kernels.triton.linear import empty, linear, pack, unpack
+from weft.kernels.triton.late import Late, tell, wait
+from weft.kernels.triton.linear import (
+    LAYOUT,
+    TAKES_ADDRESSES,
+    TORCH_MULTIPLIES,
+    empty,
+    linear,
+    pack,
+    packed_elements,
+    unpack,
+)
 from weft.kernels.triton.order import Order
 from weft.kernels.triton.rows import gate, gather, norm, rotary, sum_in_order
 from weft.kernels.triton.tables import DevicePlaces, DeviceSchedule, owners_first
 
 __all__ = [
-    "INTERPRETED", "DevicePlaces", "DeviceSchedule", "Late", "Order", "attention", "attention_grad", "empty", "gate",
-    "gather", "linear", "norm", "owners_first", "pack", "rotary", "sum_in_order", "unpack", "wait",
+    "INTERPRETED", "LAYOUT", "TAKES_ADDRESSES", "TORCH_MULTIPLIES", "DevicePlaces", "DeviceSchedule", "Late", "Order",
+    "attention", "attention_grad", "empty", "gate", "gather", "linear", "norm", "owners_first", "pack",
+    "packed_elements", "rotary", "sum_in_order", "tell", "unpack", "wait",
 ]  # fmt: skip

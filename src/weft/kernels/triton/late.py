@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.errors import LONGEST_SECONDS, PeerTimeout
 from weft.kernels.triton import checks
+from weft.kernels.triton.tell import tell_kernel
 from weft.kernels.triton.wait import wait_kernel
 
 WAITER_WARPS = 1
@@ -69,3 +70,17 @@ def wait(
         )  # fmt: skip
     if late is None:
         mine.check(what, seconds=timeout)
+
+
+def tell(counters: Tensor, *, first: int = 0, count: int | None = None) -> None:
+    """Adds one to counters[first : first + count], int32, when all that is before it in the stream is done.
+
+    This has never run on a GPU: it was run in Triton's interpreter and compiled for sm80, sm90 and sm100.
+    """
+    checks.on_device(counters, "counters")
+    count = counters.numel() - first if count is None else count
+    if first < 0 or count < 0:
+        raise ValueError(f"first and count must not be negative, got {first} and {count}")
+    checks.counters(counters, "counters", first + count, counters.device)
+    if count:
+        tell_kernel[(count,)](counters, first, num_warps=WAITER_WARPS)

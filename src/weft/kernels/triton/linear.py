@@ -12,21 +12,36 @@ from weft.kernels.triton.late import Late, nanoseconds
 from weft.kernels.triton.matmul import matmul_kernel
 from weft.kernels.triton.tables import DevicePlaces, DeviceSchedule
 
+LAYOUT = "rows"  # of a weight: the GPU reads its rows as they are
+TORCH_MULTIPLIES = frozenset(checks.DTYPES)
+TAKES_ADDRESSES = False
+
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cuda") -> Tensor:
     """A new tensor on the device."""
     return torch.empty(shape, dtype=dtype, device="cpu" if checks.INTERPRETED else device)
 
 
+def packed_elements(n: int, k: int, layout: str) -> int:
+    """How many elements a packed weight [N, K] has; sizes may be symbolic."""
+    return n * k
+
+
 def pack(w: Tensor, isa_name: str = "", threads: int = 0) -> Tensor:
-    """[N, K] of any strides -> flat. The GPU reads rows of w as they are, so packing only lays them end to end."""
+    """[N, K] of any strides -> flat: rows end to end, which is the same memory where they lie so already."""
     checks.dtype_of(w, "w")
+    _check_layout(isa_name)
     return w.contiguous().view(-1)
 
 
 def unpack(packed: Tensor, n: int, k: int, isa_name: str = "", threads: int = 0) -> Tensor:
     """The flat form -> a new [N, K]."""
     return packed.view(n, k).clone()
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in ("", LAYOUT):
+        raise ValueError(f"a weight for the GPU has the layout {LAYOUT!r}, got {layout!r}; pack it again on the GPU")
 
 
 def linear(
@@ -58,6 +73,7 @@ def linear(
 
     This has never run on a GPU: it was run in Triton's interpreter and compiled for sm80, sm90 and sm100.
     """
+    _check_layout(isa_name)
     m, k, dtype = _check_inputs(x, packed, n, activation)
     device = packed.device
     for t, name, shape in ((residual, "residual", (m, n)), (pre, "pre", (m, n)), (bias, "bias", (n,))):

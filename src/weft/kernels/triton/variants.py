@@ -19,6 +19,7 @@ from weft.kernels.triton.matmul import matmul_kernel
 from weft.kernels.triton.norm import norm_kernel
 from weft.kernels.triton.rotary import rotary_kernel
 from weft.kernels.triton.sums import sum_kernel
+from weft.kernels.triton.tell import tell_kernel
 from weft.kernels.triton.wait import wait_kernel
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -86,6 +87,7 @@ def variants() -> Iterator[Variant]:
         yield from _rows(code)
     threads = {"THREADS": 32 * WAITER_WARPS, "INTERPRET": False}
     pointers = dict.fromkeys(("counters", "values", "late"), "i32")
+    yield Variant("tell", str(32 * WAITER_WARPS), tell_kernel, {"counters": "i32"}, configs.Config((), WAITER_WARPS))
     yield Variant("wait", str(32 * WAITER_WARPS), wait_kernel, pointers, configs.Config((), WAITER_WARPS), (), threads)
 
 

@@ -9,7 +9,7 @@ from weft.kernels.triton.configs import Config
 from weft.packed import PackedBatch, reference
 
 SMALL = Config((("BLOCK_M", 16), ("BLOCK_N", 32)))
-LENGTHS = [0, 1, 3, 17, 50]
+LENGTHS = [0, 1, 3, 35]  # nothing, less than a block, and several blocks of queries and of keys
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -24,7 +24,7 @@ def batch_of(lengths):
     return PackedBatch.from_values(torch.zeros(sum(lengths)), torch.tensor(lengths, dtype=torch.int64))
 
 
-def tensors(queries, keys, heads=4, kv_heads=2, width=32, *, dtype=torch.float32, seed=0):
+def tensors(queries, keys, heads=2, kv_heads=1, width=32, *, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(queries, heads, width), (keys, kv_heads, width), (keys, kv_heads, width)]
     return [torch.randn(*s, generator=generator).to(dtype) for s in shapes]
@@ -71,18 +71,18 @@ def test_any_head_width(width):
     compare(tensors(25, 25, 2, 1, width), batch, batch, {"causal": True}, torch.float32)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_cross_attention_with_slopes(kv_heads):
     """Different lengths of queries and keys, none at all included; grouped heads."""
-    batch, keys = batch_of([4, 0, 9, 20, 3]), batch_of([7, 5, 0, 12, 40])
-    inputs = tensors(batch.tokens, keys.tokens, 6, kv_heads, 24)
-    compare(inputs, batch, keys, {"window": (9, 4)}, torch.float32, slopes=torch.linspace(0.1, 0.6, 6))
+    batch, keys = batch_of([4, 0, 9, 20]), batch_of([7, 5, 0, 36])
+    inputs = tensors(batch.tokens, keys.tokens, 4, kv_heads, 24)
+    compare(inputs, batch, keys, {"window": (9, 4)}, torch.float32, slopes=torch.linspace(0.1, 0.6, 4))
 
 
 def test_same_bits_whatever_the_batch():
-    lengths, scoring = [30, 7, 41], Scoring(0.2, 25, 3)
+    lengths, scoring = [20, 7, 35], Scoring(0.2, 25, 3)
     batch = batch_of(lengths)
-    inputs, dout = tensors(78, 78, width=16), torch.randn(78, 4, 16, generator=torch.Generator().manual_seed(8))
+    inputs, dout = tensors(62, 62, width=16), torch.randn(62, 2, 16, generator=torch.Generator().manual_seed(8))
     whole = run(*inputs, batch.cu_seqlens, batch.cu_seqlens, scoring, dout)
     again = run(*inputs, batch.cu_seqlens, batch.cu_seqlens, scoring, dout)
     for sequence, length in enumerate(lengths):
@@ -158,7 +158,7 @@ def test_the_default_blocks():
     ],
 )
 def test_wrong_arguments_are_named(change, message):
-    q, k, v = tensors(13, 13)
+    q, k, v = tensors(13, 13, 4, 2)
     given = {"q": q, "k": k, "v": v, "cu": torch.tensor([0, 4, 13], dtype=torch.int32), "bias": None, "slopes": None}
     given.update(change)
     scoring = Scoring(0.2, slopes=given["slopes"], bias=given["bias"])

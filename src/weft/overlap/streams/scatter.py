@@ -1,0 +1,163 @@
+"""Matmuls whose output travels by collectives of a process group, group of tiles by group of tiles.
+
+    compute   | matmul: group 0 | group 1 | group 2 |                       | rest of the model
+    side      |      wait for 0 | collective 0 | wait for 1, collective 1 | 2 |
+
+The matmul's epilogue stores each group of tiles end to end and counts them. On the other stream a waiting kernel holds
+each collective back until its group is stored. All-reduce is cut along rows where that is possible, so that a group is
+a slice of the output itself; reduce-scatter and all-to-all along columns, so that each group has rows for every rank.
+
+This has never run on a GPU: it was run with threads for streams, gloo, and Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.kernels import PackedWeight, Tiling
+from weft.kernels import triton as kernels
+from weft.overlap.plan import OverlapPlan
+from weft.overlap.streams.state import State, as_bytes, by_group
+from weft.overlap.tiles import Axis, Block, Cut, cut_cols, cut_rows
+
+# torch 2.13 gave it a new name, and warns of the old one.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """A cut on the device. `offsets` are the bytes at which each tile is stored, `strides` the distance of its rows."""
+
+    cut: Cut
+    schedule: kernels.DeviceSchedule
+    sizes: Tensor
+    offsets: Tensor
+    strides: Tensor
+
+
+def _tables(plan: OverlapPlan, tiling: Tiling, stored_rows: int, like: Tensor) -> _Tables:
+    """Blocks of columns are stored with `stored_rows` rows each, which may be more than they have."""
+    if plan.axis is Axis.COLS:
+        cut = cut_cols(tiling, plan.weights)
+    else:
+        cut = cut_rows(tiling, plan.weights, range(tiling.rows))
+    schedule = cut.schedule()
+    offsets, strides = [0] * tiling.count, [0] * tiling.count
+    for block in cut.blocks:
+        for tile in cut.tiles(block):
+            m0, _, n0, _ = tiling.box(tile)
+            at = stored_rows * block.n0 + m0 * block.cols + n0 - block.n0
+            offsets[tile], strides[tile] = at * like.element_size(), block.cols
+    return _Tables(
+        cut, kernels.DeviceSchedule.of(schedule, like.device), schedule.group_sizes.to(like.device),
+        torch.tensor(offsets, dtype=torch.int64, device=like.device),
+        torch.tensor(strides, dtype=torch.int64, device=like.device),
+    )  # fmt: skip
+
+
+Send = Callable[[Block], object]
+
+
+def _run(
+    state: State, plan: OverlapPlan, tables: _Tables, x: Tensor, weight: PackedWeight, *, bias: Tensor | None,
+    target: Tensor, send: Send, meanwhile: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """Computes x weight^T into `target`, [M, N] or flat, and calls `send` on the other stream as blocks are stored."""
+    compute, side = state.device.current(), state.device.side()
+    done = torch.zeros(max(1, len(tables.cut.blocks)), dtype=torch.int32, device=x.device)
+    out: Tensor | kernels.DevicePlaces = target
+    if target.dim() == 1:
+        addresses = tables.offsets + target.data_ptr()
+        out = kernels.DevicePlaces(tables.cut.tiling, addresses, tables.strides, x.dtype, (target,))
+    began = compute.record()
+    # Before its waiters: where streams share one queue of the hardware, these would hold the matmul back.
+    compute.run(partial(
+        kernels.linear, x, weight.data, weight.n, out=out, bias=bias, isa_name=weight.isa, schedule=tables.schedule,
+        done=done, late=state.late,
+    ))  # fmt: skip
+    side.wait(compute.record() if plan.sequential else began)
+    for number, block in enumerate(tables.cut.blocks):
+        if not plan.sequential:
+            side.run(partial(
+                kernels.wait, done, tables.sizes, first=number, count=1, timeout=state.timeout, late=state.late
+            ))  # fmt: skip
+        side.run(partial(by_group, f"{plan.op.value}: group {number}", partial(send, block)))
+    if meanwhile is not None:
+        meanwhile()
+    compute.wait(side.record())  # also keeps buffers of this call from being used again before
+
+
+def all_reduce(
+    state: State, plan: OverlapPlan, x: Tensor, weight: PackedWeight, *, bias: Tensor | None, out: Tensor,
+    meanwhile: Callable[[], None] | None,
+) -> None:  # fmt: skip
+    """out [M, N] = the sum over ranks of x weight^T, + bias, which one rank's epilogue adds."""
+    tables = state.table(plan, lambda: _tables(plan, plan.tiling, plan.m, x))
+    rows = plan.axis is Axis.ROWS
+    buffer = out if rows else x.new_empty(plan.m * plan.n)
+
+    def send(block: Block) -> None:
+        stored = buffer.view(-1)[block.at : block.at + block.rows * block.cols]
+        dist.all_reduce(stored, group=state.pg)
+        if not rows:
+            out[:, block.n0 : block.n1] = stored.view(block.rows, block.cols)
+
+    own_bias = bias if state.rank == 0 else None
+    _run(state, plan, tables, x, weight, bias=own_bias, target=buffer, send=send, meanwhile=meanwhile)
+
+
+def reduce_scatter(
+    state: State, plan: OverlapPlan, x: Tensor, weight: PackedWeight, *, bias: Tensor | None, out: Tensor,
+    meanwhile: Callable[[], None] | None,
+) -> None:  # fmt: skip
+    """out [m_r, N] = this rank's rows of the sum over ranks of x weight^T, + bias.
+
+    Collectives want as many rows of every rank, so blocks are stored with the rows that the last ranks lack; what
+    lies there goes nowhere.
+    """
+    shard = plan.shard_bounds[1]
+    stored_rows = shard * state.size
+    tables = state.table(plan, lambda: _tables(plan, plan.tiling, stored_rows, x))
+    buffer, received = x.new_empty(stored_rows * plan.n), x.new_empty(shard * plan.n)
+
+    def send(block: Block) -> None:
+        mine = received[shard * block.n0 : shard * block.n1].view(shard, block.cols)
+        stored = buffer[stored_rows * block.n0 : stored_rows * block.n1].view(stored_rows, block.cols)
+        _REDUCE_SCATTER(mine, stored, group=state.pg)
+        out[:, block.n0 : block.n1] = mine[: out.shape[0]]
+
+    own_bias = bias if state.rank == 0 else None
+    _run(state, plan, tables, x, weight, bias=own_bias, target=buffer, send=send, meanwhile=meanwhile)
+
+
+def all_to_all(
+    state: State, plan: OverlapPlan, x: Tensor, weight: PackedWeight, *, bias: Tensor | None, out: Tensor,
+    sent: list[int], taken: list[int],
+) -> None:  # fmt: skip
+    """Rows of x weight^T + bias, sorted by destination, to where they belong: `sent` and `taken` rows a rank."""
+    m = x.shape[0]
+    # A rank without rows takes part in the same collectives as the others.
+    tables = _tables(plan, Tiling(m, plan.n, plan.tile_m, plan.tile_n), m, x)
+    columns = tables.cut.blocks or cut_cols(Tiling(1, plan.n, 1, plan.tile_n), plan.weights).blocks
+    buffer, received = x.new_empty(m * plan.n), x.new_empty(out.shape[0] * plan.n)
+
+    def send(block: Block) -> None:
+        mine = received[out.shape[0] * block.n0 : out.shape[0] * block.n1].view(-1, block.cols)
+        stored = buffer[m * block.n0 : m * block.n1].view(-1, block.cols)
+        dist.all_to_all_single(as_bytes(mine), as_bytes(stored), taken, sent, group=state.pg)
+        out[:, block.n0 : block.n1] = mine
+
+    if m:
+        _run(state, plan, tables, x, weight, bias=bias, target=buffer, send=send)
+        return
+    side, compute = state.device.side(), state.device.current()
+    side.wait(compute.record())
+    for block in columns:
+        side.run(partial(by_group, f"{plan.op.value}: columns {block.n0} to {block.n1}", partial(send, block)))
+    compute.wait(side.record())

@@ -1,0 +1,127 @@
+"""The overlapped matmuls of GPUs, with threads for streams, gloo for NCCL, windows for symmetric memory."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[3] / "ranks"))
+from harness import run_ranks
+from stream_cases import (
+    Case,
+    a_collective_fails,
+    a_kernel_gives_up,
+    a_plan_is_agreed_on,
+    agrees,
+    by_streams,
+    overlaps,
+    sums_in_rank_order,
+)  # fmt: skip
+
+from weft.overlap import Op, Transport
+from weft.overlap.plan import shared_dims
+from weft.overlap.streams.plans import check_plan, default_plan, tile_that_divides
+from weft.overlap.tiles import Axis
+
+SHAPES = {2: [(48, 64, 24), (3, 33, 5)], 3: [(37, 50, 17)]}
+
+
+def cases(size):
+    found = []
+    for m, n, k in SHAPES[size]:
+        found += [
+            Case(Op.ALL_GATHER, m, n, k, groups=(1, 2)),
+            Case(Op.ALL_GATHER, m, n, k, transport=Transport.WINDOWS, groups=(1, 1)),
+            Case(Op.ALL_REDUCE, m, n, k, groups=(1, 1, 2)),
+            Case(Op.ALL_REDUCE, m, n, k, axis=Axis.COLS, groups=(1, 1)),
+            Case(Op.REDUCE_SCATTER, m, n, k, axis=Axis.COLS, groups=(1, 1)),
+            Case(Op.ALL_TO_ALL, m, n, k, axis=Axis.COLS, groups=(1, 1)),
+        ]
+        if tile_m := tile_that_divides(m, size, 16):
+            found.append(Case(Op.REDUCE_SCATTER, m, n, k, transport=Transport.WINDOWS, groups=(1,), tile_m=tile_m))
+    dtype = torch.bfloat16 if size == 2 else torch.float16
+    found += [Case(op, 40, 40, 12, dtype, planned=False) for op in Op if op is not Op.GATHER_BACK]
+    return [*found, *(Case(op, 160, 200, 8, planned=False) for op in (Op.ALL_GATHER, Op.ALL_REDUCE))]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_values_and_gradients(size):
+    wanted = cases(size)
+    assert run_ranks(by_streams, size, agrees, wanted, timeout=200) == [len(wanted)] * size
+
+
+def test_parts_are_added_in_rank_order():
+    assert run_ranks(by_streams, 3, sums_in_rank_order, timeout=60) == [True] * 3
+
+
+def test_a_group_travels_while_the_next_is_computed():
+    assert run_ranks(by_streams, 2, overlaps, timeout=60) == [[32, 32]] * 2
+
+
+def test_ranks_agree_on_a_plan_once():
+    for name, text in run_ranks(by_streams, 2, a_plan_is_agreed_on, timeout=60):
+        assert name == "PeerMismatch"
+        assert "groups=1,1" in text
+
+
+def test_rows_that_never_come():
+    late, on_time = run_ranks(by_streams, 2, a_kernel_gives_up, timeout=60)
+    assert on_time is None
+    first, again = late
+    assert first.startswith("waited 0.02 s for all_gather_matmul: rows 32 to 48 of x, from rank 1")
+    assert "an earlier call on this process group failed" in again
+
+
+def test_a_collective_that_fails():
+    for text in run_ranks(by_streams, 2, a_collective_fails, timeout=60):
+        assert text.startswith("matmul_all_reduce: group 0: the process group failed: the wire is cut")
+
+
+@pytest.mark.parametrize("op", Op)
+def test_default_plans_follow_from_what_all_ranks_know(op):
+    texts = {
+        default_plan(op, 4096 + m, 5120 + n, 512 + k, *HALF, maps=True, tiles_at_once=132).shared_text()
+        for m, n, k in own_sizes(op)
+    }
+    assert len(texts) == 1
+
+
+def own_sizes(op):
+    """Differences between ranks in the dimensions in which they may differ."""
+    shared = shared_dims(op, m=1, n=1, k=1)
+    return [tuple(0 if same else step for same in shared) for step in (0, 1, 1000)]
+
+
+HALF = ("bfloat16", (0,) * 8)
+
+
+def test_default_plans():
+    big = {"maps": True, "tiles_at_once": 132}
+    gathered = default_plan(Op.ALL_GATHER, 8192, 6144, 12288, *HALF, **big)
+    assert gathered.transport is Transport.WINDOWS
+    assert gathered.groups == (1,)
+    scattered = default_plan(Op.REDUCE_SCATTER, 8192, 12288, 6144, *HALF, **big)
+    assert (scattered.transport, scattered.tile_m) == (Transport.WINDOWS, 128)
+    apart = default_plan(Op.REDUCE_SCATTER, 8192, 12288, 6144, *HALF, maps=False, tiles_at_once=132)
+    assert (apart.transport, apart.axis, len(apart.groups)) == (Transport.MESSAGES, Axis.COLS, 8)
+    odd = default_plan(Op.REDUCE_SCATTER, 8 * 97, 12288, 6144, *HALF, **big)
+    assert odd.tile_m == 97
+    assert len(default_plan(Op.ALL_TO_ALL, 5, 12288, 6144, *HALF, **big).groups) == 8
+    small = default_plan(Op.ALL_REDUCE, 8, 4096, 512, *HALF, **big)
+    assert small.sequential
+    assert "32 tiles are fewer than two groups of 264" in small.reason
+
+
+@pytest.mark.parametrize(
+    ("case", "maps", "message"),
+    [
+        (Case(Op.ALL_GATHER, 8, 8, 8, transport=Transport.WINDOWS), False, "use transport=messages"),
+        (Case(Op.ALL_TO_ALL, 8, 8, 8), True, "got axis=rows, use axis=cols"),
+        (Case(Op.REDUCE_SCATTER, 8, 8, 8), True, "use axis=cols"),
+        (Case(Op.REDUCE_SCATTER, 48, 8, 8, transport=Transport.WINDOWS), True, "use a tile_m that divides 24"),
+    ],
+)
+def test_plans_that_streams_cannot_follow(case, maps, message):
+    with pytest.raises(ValueError, match=message):
+        check_plan(case.plan(2), maps=maps)
