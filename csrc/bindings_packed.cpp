@@ -12,6 +12,7 @@
 #include "pack.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 using namespace weft;
 
 namespace {
@@ -36,6 +37,12 @@ void call_attention(const Kernels& kernels, const Attention& job, Address cu_q, 
                     int threads) {
   nb::gil_scoped_release release;
   attention(kernels, job, {at<int32_t>(cu_q), at<int32_t>(cu_k), count}, threads);
+}
+
+void call_attention_at(const Kernels& kernels, const Attention& job, Address cu_q, Address k_start, Address k_len,
+                       int64_t count, int threads) {
+  nb::gil_scoped_release release;
+  attention(kernels, job, {at<int32_t>(cu_q), nullptr, count, at<int64_t>(k_start), at<int64_t>(k_len)}, threads);
 }
 
 void call_attention_grad(const Kernels& kernels, const Attention& job, const Strided& dout, const Strided& dq,
@@ -87,9 +94,9 @@ void call_rotary(const Kernels& kernels, int dtype, const Rows& x, const Rows& o
 }
 
 void call_gate(const Kernels& kernels, int dtype, const Rows& x, const Rows& out, int activation, int64_t rows,
-               int64_t width, int threads) {
+               int64_t width, int threads, bool gated) {
   const Gate job{static_cast<DType>(dtype), at<void>(std::get<0>(x)), std::get<1>(x), at<void>(std::get<0>(out)),
-                 std::get<1>(out), width, static_cast<Activation>(activation)};
+                 std::get<1>(out), width, static_cast<Activation>(activation), gated};
   nb::gil_scoped_release release;
   gate(kernels, job, rows, threads);
 }
@@ -106,9 +113,11 @@ void bind_packed(nb::module_& m) {
                                            slopes, bias, reach, lse, seed, drop_below, kept_factor));
       });
   m.def("attention", &call_attention);
+  m.def("attention_at", &call_attention_at, "Attention to keys that start anywhere: k_start and k_len, int64.");
   m.def("attention_grad", &call_attention_grad);
   m.def("norm", &call_norm);
   m.def("gather", &call_gather);
   m.def("rotary", &call_rotary);
-  m.def("gate", &call_gate);
+  m.def("gate", &call_gate, "kernels"_a, "dtype"_a, "x"_a, "out"_a, "activation"_a, "rows"_a, "width"_a, "threads"_a,
+        "gated"_a = true);
 }

@@ -79,6 +79,20 @@ struct AttentionItem {
   int64_t q_start, q_len, k_start, k_len, head, begin, end;
 };
 
+// Queries that a sequence may have for `attention_few`, which turns no lane idle where there are few.
+constexpr int64_t kFewQueries = 8;
+
+// out[r] = parts[0][r] + parts[1][r] + ... + bias, added in this order in float; rows of all parts lie `ld` apart.
+struct SumRows {
+  DType dtype;
+  int64_t count;
+  const int64_t* parts;  // addresses
+  int64_t ld;
+  const void* bias;  // or null
+  void* out;
+  int64_t out_ld, width;
+};
+
 // out = norm(x + x_bias + residual) * weight + beta, row by row; `sum` takes the norm's input. Null pointers are left out.
 struct Norm {
   DType dtype;
@@ -122,7 +136,7 @@ struct Rotary {
   float sign;
 };
 
-// out[r] = activation(x[r][0:width]) * x[r][width:2 * width]
+// out[r] = activation(x[r][0:width]) * x[r][width:2 * width], or without the factor where it is not gated
 struct Gate {
   DType dtype;
   const void* x;
@@ -130,6 +144,7 @@ struct Gate {
   void* out;
   int64_t out_ld, width;
   Activation activation;
+  bool gated;
 };
 
 struct Kernels {
@@ -148,12 +163,17 @@ struct Kernels {
   int64_t (*attention_queries)(int64_t head_dim);  // that an item covers at most
   int64_t (*attention_scratch)(int64_t head_dim);  // floats that a thread needs
   void (*attention)(const Attention&, const AttentionItem&, float* scratch);
+  int64_t (*attention_few_scratch)(int64_t head_dim, int64_t group);
+  // The same bits for all queries of a sequence, at most kFewQueries, and all heads that read key head item.head; no
+  // slopes, bias, lse or dropout.
+  void (*attention_few)(const Attention&, const AttentionItem&, float* scratch);
   int64_t (*attention_grad_scratch)(int64_t head_dim, int64_t group, int64_t max_queries);
   void (*attention_grad)(const AttentionGrad&, const AttentionItem&, float* scratch);  // item.head: a key head
   void (*norm_rows)(const Norm&, int64_t begin, int64_t end, float* scratch);          // scratch of `width` + 16 floats
   void (*gather_rows)(const Gather&, int64_t begin, int64_t end);
   void (*rotary_rows)(const Rotary&, int64_t begin, int64_t end);
   void (*gate_rows)(const Gate&, int64_t begin, int64_t end);
+  void (*sum_rows)(const SumRows&, int64_t begin, int64_t end);
 };
 
 extern const Kernels kernels_portable;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <ctime>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -27,9 +28,23 @@ inline void relax() {
 // Long enough to catch a peer that is about to finish a tile, short enough not to take a core from one that computes.
 constexpr int kSpins = 200;
 
+// How long counter_reach stays awake: a sleeper is back 50 us after it was woken, as long as a whole exchange takes. It
+// yields all the while, so that ranks that share a core get on.
+constexpr int64_t kAwakeNs = 200'000;
+
 // A sleeper re-reads the word at least this often, so a counter that was raised without a wake (a plain store by
 // someone who maps the same memory) delays a waiter but never hangs it.
 constexpr int64_t kMaxSleepNs = 20'000'000;
+
+// Until the word is no longer `seen`, or the deadline has passed: false then.
+bool sleep_on(const int32_t* counter, int32_t seen, int64_t deadline_ns) {
+  const int64_t left = deadline_ns - steady_now_ns();
+  if (left <= 0) return false;
+  const int64_t nap = left < kMaxSleepNs ? left : kMaxSleepNs;
+  const timespec timeout{nap / 1'000'000'000, nap % 1'000'000'000};
+  futex(counter, FUTEX_WAIT, seen, &timeout);  // returns at once when the word is no longer `seen`
+  return true;
+}
 
 }  // namespace
 
@@ -60,11 +75,24 @@ bool counter_wait(const int32_t* counter, int32_t target, int64_t deadline_ns) {
   for (;;) {
     const int32_t seen = counter_read(counter);
     if (seen >= target) return true;
-    const int64_t left = deadline_ns - steady_now_ns();
-    if (left <= 0) return false;
-    const int64_t nap = left < kMaxSleepNs ? left : kMaxSleepNs;
-    const timespec timeout{nap / 1'000'000'000, nap % 1'000'000'000};
-    futex(counter, FUTEX_WAIT, seen, &timeout);  // returns at once when the word is no longer `seen`
+    if (!sleep_on(counter, seen, deadline_ns)) return false;
+  }
+}
+
+bool counter_reach(const int32_t* counter, uint32_t target, int64_t deadline_ns) {
+  const auto ahead = [&](int32_t seen) { return int32_t(uint32_t(seen) - target) >= 0; };
+  const int64_t start = steady_now_ns();
+  do {
+    for (int i = 0; i < kSpins; ++i) {
+      if (ahead(counter_read(counter))) return true;
+      relax();
+    }
+    sched_yield();
+  } while (steady_now_ns() - start < kAwakeNs);
+  for (;;) {
+    const int32_t seen = counter_read(counter);
+    if (ahead(seen)) return true;
+    if (!sleep_on(counter, seen, deadline_ns)) return false;
   }
 }
 

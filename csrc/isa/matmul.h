@@ -36,8 +36,8 @@ struct Sums {
 
 // to (+)= x[ROWS][k] * panels[k][kPanel], starting from `from` (zero when null). The sums stay in registers throughout.
 // Not inlined: the loop needs nearly every register there is. Meanwhile it fetches `ahead`, a part of the next panel:
-// one cache line for every kUnroll values of k.
-template <int ROWS, int PANELS, class W>
+// LINES cache lines for every kUnroll values of k.
+template <int ROWS, int PANELS, int LINES, class W>
 __attribute__((noinline)) void multiply(int64_t k, const float* x, const W* w, int64_t panel_stride,
                                         Sums from, Sums to, const char* ahead) {
   constexpr int kWide = PANELS * kVectors;
@@ -68,8 +68,9 @@ __attribute__((noinline)) void multiply(int64_t k, const float* x, const W* w, i
     for (int r = 0; r < ROWS; r += 3) rows[r / 3] += u;
   };
   int64_t i = 0;
-  for (; i + kUnroll <= k; i += kUnroll, ahead += kLine) {
-    __builtin_prefetch(ahead, 0, 2);
+  for (; i + kUnroll <= k; i += kUnroll, ahead += LINES * kLine) {
+#pragma GCC unroll 16
+    for (int l = 0; l < LINES; ++l) __builtin_prefetch(ahead + l * kLine, 0, 2);
 #pragma GCC unroll 16
     for (int u = 0; u < kUnroll; ++u) step(u);
     advance(kUnroll);
@@ -86,15 +87,15 @@ __attribute__((noinline)) void multiply(int64_t k, const float* x, const W* w, i
 constexpr int kMaxPanels = 4;
 constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : (rows * 2 <= kStrip ? 2 : 1); }
 
-template <int ROWS, class W>
+template <int ROWS, int LINES, class W>
 inline void multiply_strip(int rows, int panels, int64_t k, const float* x, const W* w,
                            int64_t panel_stride, Sums from, Sums to, const char* ahead) {
   if (rows == ROWS) {
     constexpr int kWide = panels_at_once(ROWS);
-    if (panels == kWide) return multiply<ROWS, kWide, W>(k, x, w, panel_stride, from, to, ahead);
-    return multiply<ROWS, 1, W>(k, x, w, panel_stride, from, to, ahead);
+    if (panels == kWide) return multiply<ROWS, kWide, LINES, W>(k, x, w, panel_stride, from, to, ahead);
+    return multiply<ROWS, 1, LINES, W>(k, x, w, panel_stride, from, to, ahead);
   }
-  if constexpr (ROWS > 1) multiply_strip<ROWS - 1, W>(rows, panels, k, x, w, panel_stride, from, to, ahead);
+  if constexpr (ROWS > 1) multiply_strip<ROWS - 1, LINES, W>(rows, panels, k, x, w, panel_stride, from, to, ahead);
 }
 
 template <class T>
@@ -160,23 +161,28 @@ struct BlockK {
   bool first, last;
 };
 
-template <class T, class W>
+template <class T>
+constexpr int kFetchAll = kPanel * sizeof(T) * kUnroll / kLine;  // cache lines of kUnroll rows of a panel
+template <class T>
+constexpr int kFetchHalf = kFetchAll<T> > 1 ? kFetchAll<T> / 2 : 1;
+
+template <int LINES, class T, class W>
 inline void multiply_panels(const Tile& t, const BlockK& b, const W* w, int64_t panel_stride, int64_t panel, int panels,
                             const char* next_panel, float* sums) {
-  constexpr int kParts = kPanel * sizeof(T) * kUnroll / kLine;  // strips that fetch one whole panel between them
+  constexpr int kParts = kPanel * sizeof(T) * kUnroll / (LINES * kLine);  // strips that fetch a whole panel between them
   const int64_t rows = t.m1 - t.m0, stride = rows * kPanel;
   for (int64_t r = 0; r < rows; r += kStrip) {
     const int count = int(rows - r < kStrip ? rows - r : kStrip);
     const Sums partial{sums + panel * stride + r * kPanel, stride};
     const Sums from = b.first ? Sums{nullptr, 0} : partial;
     const float* x = b.x + r * kBlockLd;
-    const char* ahead = next_panel + r / kStrip % kParts * (b.k / kUnroll * kLine);
+    const char* ahead = next_panel + r / kStrip % kParts * (b.k / kUnroll * LINES * kLine);
     if (!b.last) {
-      multiply_strip<kStrip, W>(count, panels, b.k, x, w, panel_stride, from, partial, ahead);
+      multiply_strip<kStrip, LINES, W>(count, panels, b.k, x, w, panel_stride, from, partial, ahead);
       continue;
     }
     alignas(64) float done[kMaxPanels * kStrip * kPanel];
-    multiply_strip<kStrip, W>(count, panels, b.k, x, w, panel_stride, from, Sums{done, kStrip * kPanel}, ahead);
+    multiply_strip<kStrip, LINES, W>(count, panels, b.k, x, w, panel_stride, from, Sums{done, kStrip * kPanel}, ahead);
     for (int p = 0; p < panels; ++p)
       finish<T>(t, t.m0 + r, t.n0 + (panel + p) * kPanel, count, done + p * kStrip * kPanel);
   }
@@ -190,13 +196,16 @@ inline void compute_block(const Tile& t, const BlockK& b, const Scratch& s) {
     const T* w = (const T*)t.packed + ((t.n0 / kPanel + p) * t.k + b.k0) * kPanel;
     const int count = panels - p >= at_once ? at_once : 1;
     const char* next = (const char*)(w + count * t.k * kPanel);
-    if constexpr (sizeof(T) == sizeof(float)) {
-      multiply_panels<T, T>(t, b, w, t.k * kPanel, p, count, next, s.sums);
-    } else if (rows <= 2 * kStrip) {  // too few rows to repay widening the panel in memory first
-      multiply_panels<T, T>(t, b, w, t.k * kPanel, p, count, next, s.sums);
-    } else {
+    // The fewer strips there are to fetch the next panel, the more each must: weights come from memory then.
+    if (rows <= kStrip) {
+      multiply_panels<kFetchAll<T>, T, T>(t, b, w, t.k * kPanel, p, count, next, s.sums);
+    } else if (rows <= 2 * kStrip) {
+      multiply_panels<kFetchHalf<T>, T, T>(t, b, w, t.k * kPanel, p, count, next, s.sums);
+    } else if constexpr (sizeof(T) == sizeof(float)) {
+      multiply_panels<1, T, T>(t, b, w, t.k * kPanel, p, count, next, s.sums);
+    } else {  // enough rows to repay widening the panel in memory first
       widen_panel(w, b.k, s.panel);
-      multiply_panels<T, float>(t, b, s.panel, 0, p, count, next, s.sums);
+      multiply_panels<1, T, float>(t, b, s.panel, 0, p, count, next, s.sums);
     }
     p += count;
   }

@@ -119,12 +119,30 @@ inline void gate_row(const Gate& g, int64_t r) {
   const T* x = (const T*)g.x + r * g.x_ld;
   T* out = (T*)g.out + r * g.out_ld;
   each_vector(g.width, [&](int64_t c, int64_t n, int) {
-    store_part(out + c, activate(load_part(x + c, n), g.activation) * load_part(x + g.width + c, n), n);
+    const vec y = activate(load_part(x + c, n), g.activation);
+    store_part(out + c, g.gated ? y * load_part(x + g.width + c, n) : y, n);
   });
 }
 
 void gate_rows(const Gate& g, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) g.dtype == DType::f32 ? gate_row<float>(g, r) : gate_row<uint16_t>(g, r);
+}
+
+// ---- sums of rows that several ranks computed --------------------------------------------------------------------
+
+template <class T>
+inline void sum_row(const SumRows& s, int64_t r) {
+  T* out = (T*)s.out + r * s.out_ld;
+  each_vector(s.width, [&](int64_t c, int64_t n, int) {
+    vec v = load_part((const T*)s.parts[0] + r * s.ld + c, n);
+    for (int64_t p = 1; p < s.count; ++p) v = v + load_part((const T*)s.parts[p] + r * s.ld + c, n);
+    if (s.bias) v = v + load_part((const T*)s.bias + c, n);
+    store_part(out + c, v, n);
+  });
+}
+
+void sum_rows(const SumRows& s, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) s.dtype == DType::f32 ? sum_row<float>(s, r) : sum_row<uint16_t>(s, r);
 }
 
 }  // namespace WEFT_ISA

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         plan_overlap,
     )
     from weft.packed import PackedBatch, pack, packed_attention
+    from weft.parallel import load_sharded, parallelize
+    from weft.parallel.generate import generate
     from weft.pipeline import Pipeline
     from weft.pipeline.schedules import schedule
     from weft.reshard import plan_reshard, reshard_state_dict
@@ -46,12 +48,14 @@ _HOME = {
         "plan_overlap",
     ),
     "weft.packed": ("PackedBatch", "pack", "packed_attention"),
+    "weft.parallel": ("load_sharded", "parallelize"),
+    "weft.parallel.generate": ("generate",),
     "weft.pipeline": ("Pipeline", "schedule"),
     "weft.reshard": ("plan_reshard", "reshard_state_dict"),
     "weft.timeline": ("Timeline",),
     "weft.tracing": ("trace",),
 }
-_PACKAGES = ("comm", "kernels", "lab", "overlap", "packed", "pipeline", "reshard")
+_PACKAGES = ("comm", "kernels", "lab", "overlap", "packed", "parallel", "pipeline", "reshard", "train")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
@@ -67,12 +71,15 @@ __all__ = [
     "RowwiseOverlap",
     "Timeline",
     "all_gather_matmul",
+    "generate",
     "linear",
+    "load_sharded",
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "pack",
     "packed_attention",
+    "parallelize",
     "plan_overlap",
     "plan_reshard",
     "reshard",

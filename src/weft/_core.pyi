@@ -100,6 +100,9 @@ class Attention:
     ) -> None: ...
 
 def attention(kernels: Kernels, job: Attention, cu_q: int, cu_k: int, count: int, threads: int, /) -> None: ...
+def attention_at(
+    kernels: Kernels, job: Attention, cu_q: int, k_start: int, k_len: int, count: int, threads: int, /
+) -> None: ...
 def attention_grad(
     kernels: Kernels,
     job: Attention,
@@ -152,5 +155,50 @@ def rotary(
     /,
 ) -> None: ...
 def gate(
-    kernels: Kernels, dtype: int, x: Rows, out: Rows, activation: int, rows: int, width: int, threads: int, /
+    kernels: Kernels,
+    dtype: int,
+    x: Rows,
+    out: Rows,
+    activation: int,
+    rows: int,
+    width: int,
+    threads: int,
+    gated: bool = True,
+) -> None: ...
+
+EXCHANGE_BANKS: int
+EXCHANGE_BLOCK_BYTES: int
+
+class Exchange:
+    def __init__(self, blocks: list[int], data: list[int], bank_bytes: int, me: int, /) -> None: ...
+    def bank(self, rank: int, number: int, /) -> int: ...
+    def post(self, number: int, tag: int, /) -> None: ...
+    def wait(self, number: int, tag: int, timeout: float, /) -> int: ...
+    def sum(
+        self,
+        kernels: Kernels,
+        number: int,
+        tag: int,
+        timeout: float,
+        dtype: int,
+        rows: int,
+        width: int,
+        bias: int,
+        out: int,
+        out_ld: int,
+        threads: int,
+        /,
+    ) -> int: ...
+
+def store_heads(
+    source: int,
+    source_row: int,
+    to: int,
+    to_head: int,
+    place: int,
+    heads: int,
+    head_bytes: int,
+    rows: int,
+    threads: int,
+    /,
 ) -> None: ...

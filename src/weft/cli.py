@@ -1,4 +1,5 @@
-"""The command line: `weft doctor`, `bench`, `lab check`, `plan`, `tune`, `embed`, `trace show`, `demo`.
+"""The command line: `weft doctor`, `bench`, `lab check`, `plan`, `predict`, `simulate`, `tune`, `embed`, `trace show`,
+`demo`.
 
 Nothing here imports torch before a command needs it, so that `weft --help` answers at once. An error that a
 user can mend is its message and exit code 2; `weft --traceback ...` shows where it came from.
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from weft import embed_cli, kernels_cli, plan_cli, tune_cli
+from weft import embed_cli, kernels_cli, plan_cli, predict_cli, simulate_cli, train_cli, tune_cli
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ app.add_typer(plan_cli.app, name="plan")
 app.add_typer(kernels_cli.app, name="kernels")
 app.command("tune")(tune_cli.tune)
 app.command("embed")(embed_cli.embed)
+app.command("train-demo")(train_cli.train_demo)
+app.command("predict")(predict_cli.predict)
+app.command("simulate")(simulate_cli.simulate)
 
 
 def main() -> None:

@@ -30,6 +30,10 @@ _context.set_forkserver_preload(
         "weft.overlap",
         "weft.reshard",
         "weft.pipeline.api",
+        "weft.parallel",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.bert.modeling_bert",
     ]
 )
 

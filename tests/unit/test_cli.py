@@ -273,16 +273,7 @@ def test_the_demo_has_a_row_for_each_headline_and_a_note_for_a_missing_lab(
     assert "links: this machine has no namespaces" in page.read_text(encoding="utf-8")
 
 
-def test_the_demo_shows_the_worst_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (Row("good", 1.0, 0.99), Row("bad", 1.0, 0.9), Row("unlimited", None, 40.0))
-    monkeypatch.setattr(weft.lab, "check", lambda **_: CheckResult("a lab", rows))
-    (line,) = demo.link_rates()
-    assert line.what == "lab link, worst of 2: bad"
-    assert (line.today, line.weft, line.bound, line.unit) == (None, 0.9, 1.0, "Gbit/s")
-    assert line.ratio == pytest.approx(0.9)
-
-
-def test_every_benchmark_has_its_lines_in_the_demo() -> None:
-    assert set(demo.PROVIDERS) == {"lab links", *bench.BENCHMARKS}
-    for name in bench.BENCHMARKS:
-        assert callable(bench.load(name).demo)
+def test_every_promise_has_its_line_in_the_demo() -> None:
+    assert list(demo.PROVIDERS) == ["overlap", "reshard", "pipeline", "packed", "end_to_end"]
+    for name in demo.PROVIDERS:
+        assert callable(bench.load_promise(name).demo)

@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -37,6 +38,7 @@ MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(weft.__path__, "weft.")
     if module.name not in {"weft.__main__", "weft._core"}
+    and not (module.name.startswith("weft.vllm.") and find_spec("vllm") is None)
 )
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks: one module for each claim. Each has `NAME`, `HELP`, `run(options) -> Report` and `demo()`.
+"""Benchmarks: one module for each claim, with `NAME`, `HELP`, `run(options) -> Report`; that of a promise has `demo()`.
 
 A benchmark of another promise is one module here and one line in `BENCHMARKS`.
 """
@@ -20,6 +20,7 @@ BENCHMARKS = {
     "reshard": "weft.bench.reshard",
     "pipeline": "weft.bench.pipeline",
     "packed": "weft.bench.packed",
+    "end_to_end": "weft.bench.end_to_end",
 }
 
 
@@ -32,8 +33,12 @@ class Benchmark(Protocol):
     def run(self, options: Options) -> Report:
         """Measures, and returns the rows and the summary."""
 
+
+class PromiseBenchmark(Benchmark, Protocol):
+    """The benchmark of something that the README promises."""
+
     def demo(self) -> Sequence[Headline]:
-        """The lines of `weft demo`: a row or two, within half a minute."""
+        """The line of `weft demo`, within half a minute."""
 
 
 def load(name: str) -> Benchmark:
@@ -50,3 +55,8 @@ def load(name: str) -> Benchmark:
             f"`weft bench --list` says what each measures"
         )
     return cast(Benchmark, import_module(BENCHMARKS[name]))
+
+
+def load_promise(name: str) -> PromiseBenchmark:
+    """The benchmark of a promise, which has a line in the demo."""
+    return cast(PromiseBenchmark, load(name))

@@ -20,7 +20,7 @@ from weft.bench.harness import Case, Measurement, Options, measure, track
 from weft.comm import Counters
 from weft.kernels import PackedWeight, TileSchedule, Tiling, linear
 from weft.kernels.cpu import fma_loop
-from weft.report import Column, Headline, Report
+from weft.report import Column, Report
 
 NAME = "gemm"
 HELP = "the native linear against torch.nn.functional.linear, float32 and bfloat16, 1 and 2 threads"
@@ -102,14 +102,6 @@ def run(options: Options) -> Report:
             "last rows: the same tiles with signals (weft), without (plain), and with a thread that waits",
         ],
     )
-
-
-def demo() -> list[Headline]:
-    """The line of `weft demo`."""
-    result = _result(SHAPES[0], "fp32", THREADS[-1])
-    today, ours = result.measured.median("torch") * 1e3, result.measured.median("weft") * 1e3
-    what = f"matmul {result.measured.case.name}, {result.threads} threads"
-    return [Headline(what, today, ours, ours * result.peak_fraction, "ms", result.ratio, result.measured.disturbed)]
 
 
 def _result(shape: tuple[int, int, int], dtype: str, threads: int) -> Result:

@@ -35,7 +35,8 @@ class Counters:
     def __init__(self, n: int) -> None:
         if n < 0:
             raise ValueError(f"number of counters is {n}, expected 0 or more")
-        self._bind(torch.zeros(n, dtype=torch.int32, device="cpu"))
+        with torch.inference_mode(False):  # they may outlive the caller's
+            self._bind(torch.zeros(n, dtype=torch.int32, device="cpu"))
 
     @classmethod
     def over(cls, tensor: Tensor) -> Counters:

@@ -258,6 +258,7 @@ def _map(fd: int, size: int) -> Tensor:
     # descriptor when there is no room for the mapping: hence the trial.
     mmap.mmap(fd, size).close()
     try:
-        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
+        with torch.inference_mode(False):  # else only code in inference mode could write to it
+            return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(str(error).splitlines()[0]) from error

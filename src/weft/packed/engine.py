@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from weft.kernels.dispatch import kernels_for
 from weft.packed import spec, training
 from weft.packed.call import Inputs, Kept
 from weft.packed.forward import Program
@@ -63,12 +64,16 @@ class Engine:
     def __call__(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
         """Hidden states [T, width]; `kept` gets what it asks for."""
         model = self.model
-        if self.is_differentiable(inputs):
+        if self.is_differentiable(inputs) or not self._has_program():
             drops = self._dropout is AttentionDropout.MODEL
             return training.forward(model, inputs, training=self._module.training, drops_attention=drops, kept=kept)
         if self._program is None:
             self._program = Program(model)
         return self._program.run(inputs, kept)
+
+    def _has_program(self) -> bool:
+        """Whether the native core computes where the weights are; else inference takes the differentiable ops too."""
+        return all(kernels_for(t).takes_addresses for t in self._leaves[:1])
 
     def is_differentiable(self, inputs: Inputs) -> bool:
         """Whether a call runs as in training: with dropout, or with gradients."""

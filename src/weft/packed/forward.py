@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weft import _core
-from weft.kernels import PackedWeight
+from weft.kernels import PackedWeight, linear
 from weft.kernels.cpu import ACTIVATIONS, dtype_code, empty, isa, thread_count
 from weft.packed import spec
 from weft.packed.buffers import Buffers
@@ -30,7 +30,7 @@ _NOWHERE = (0, 0)
 
 
 @dataclass(frozen=True, eq=False)
-class _Dense:
+class Dense:
     """A projection in the form that the matmul reads; tensors are held because their addresses are used."""
 
     data: Tensor
@@ -39,23 +39,27 @@ class _Dense:
     bias: Tensor | None
 
     @classmethod
-    def of(cls, projection: spec.Projection) -> _Dense:
+    def of(cls, projection: spec.Projection) -> Dense:
         packed, bias = PackedWeight.from_dense(projection.weight().detach()), projection.bias()
         return cls(packed.data, packed.n, packed.k, None if bias is None else bias.detach().contiguous())
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [M, K] -> [M, N]."""
+        return linear(x.contiguous(), PackedWeight(self.data, self.n, self.k, isa().name), bias=self.bias)
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
     described: spec.Layer
-    qkv: _Dense
-    out: _Dense
-    up: _Dense
-    down: _Dense
+    qkv: Dense
+    out: Dense
+    up: Dense
+    down: Dense
 
     @classmethod
     def of(cls, layer: spec.Layer) -> _Layer:
         attention, mlp = layer.attention, layer.mlp
-        return cls(layer, *(_Dense.of(p) for p in (attention.qkv, attention.out, mlp.up, mlp.down)))
+        return cls(layer, *(Dense.of(p) for p in (attention.qkv, attention.out, mlp.up, mlp.down)))
 
 
 class Program:
@@ -63,7 +67,7 @@ class Program:
 
     def __init__(self, model: spec.Transformer) -> None:
         self.model = model
-        self.dtype = _common_dtype(list(spec.tensors(model)))
+        self.dtype = common_dtype(list(spec.tensors(model)))
         self._code = dtype_code(self.dtype)
         self._kernels = isa()
         self._layers = [_Layer.of(layer) for layer in model.layers]
@@ -96,7 +100,8 @@ class Program:
         return tables
 
 
-def _common_dtype(sources: list[Tensor]) -> torch.dtype:
+def common_dtype(sources: list[Tensor]) -> torch.dtype:
+    """The type that all tensors have, on the CPU."""
     kinds = {(t.dtype, t.device.type) for t in sources if t.is_floating_point()}
     if len(kinds) != 1 or next(iter(kinds))[1] != "cpu":
         found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
@@ -205,7 +210,7 @@ class _Run:
         return gated
 
     def linear(
-        self, dense: _Dense, x: tuple[int, int], out: tuple[int, int], *, activation: str | None = None,
+        self, dense: Dense, x: tuple[int, int], out: tuple[int, int], *, activation: str | None = None,
         residual: tuple[int, int] = _NOWHERE,
     ) -> None:  # fmt: skip
         bias = 0 if dense.bias is None else dense.bias.data_ptr()

@@ -67,7 +67,8 @@ class Rotary:
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [positions, head_dim / 2]."""
-        angles = torch.arange(positions).float()[:, None] * self.inverse_frequencies.float()[None]
+        inverse = self.inverse_frequencies.float()
+        angles = torch.arange(positions, device=inverse.device).float()[:, None] * inverse[None]
         return (angles.cos() * self.scaling).contiguous(), (angles.sin() * self.scaling).contiguous()
 
 
@@ -113,12 +114,16 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
-    """The sum of rows of `tables`, then `norm`. `names` says what each table's index is, for errors."""
+    """The sum of rows of `tables`, then `norm`. `names` says what each table's index is, for errors.
+
+    The row `padding` of the first table gets no gradient from here, as torch.nn.Embedding's padding_idx has it.
+    """
 
     tables: tuple[Tensor, ...]
     names: tuple[str, ...]
     norm: Norm | None
     dropout: float = 0.0
+    padding: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,6 +35,16 @@ class Run:
         step = -(-total // size)
         return cls(min(rank * step, total), min((rank + 1) * step, total))
 
+    @classmethod
+    def balanced(cls, total: int, rank: int, size: int) -> Run:
+        """The part of rank `rank` of `size`, as torch.tensor_split cuts: no part is empty where there are enough.
+
+        >>> [Run.balanced(5, rank, 4).count for rank in range(4)]
+        [2, 1, 1, 1]
+        """
+        step, larger = divmod(total, size)
+        return cls(rank * step + min(rank, larger), (rank + 1) * step + min(rank + 1, larger))
+
     def times(self, width: int) -> Run:
         """The same run of blocks of `width`."""
         return Run(self.first * width, self.end * width)
@@ -58,12 +68,12 @@ class Heads:
     @classmethod
     def of(cls, attention: Attention, rank: int, size: int) -> Heads:
         """Raises where a rank would have no head."""
-        if Run.of(attention.kv_heads, size - 1, size).count == 0:
+        if attention.kv_heads < size:
             raise ValueError(
                 f"{size} ranks cannot share {attention.kv_heads} key/value heads ({attention.heads} query heads): "
                 f"a rank would have none; use a mesh axis of at most {attention.kv_heads} ranks"
             )
-        keys = Run.of(attention.kv_heads, rank, size)
+        keys = Run.balanced(attention.kv_heads, rank, size)
         return cls(keys.times(attention.heads // attention.kv_heads), keys)
 
 

@@ -78,6 +78,8 @@ class Wires:
         if together:
             with suppress(WeftError):
                 self.notes.barrier("end of the pipeline")
+            # Who waits for a loss would otherwise sit in gloo until the interpreter ends, which aborts the process.
+            self.break_off()
         if self._are_whole:
             for group in (self.up, self.down, self.notes):
                 dist.destroy_process_group(group.pg)

@@ -1,7 +1,7 @@
 """`weft demo`: one table of what weft gains on this machine, and a page with timelines, predicted above measured.
 
-A capability adds its lines by the function `demo` of its benchmark: a row or two, within half a minute. A line may
-carry figures, which only the page shows.
+A promise has one line, which its benchmark's function `demo` measures within half a minute. A line may carry figures,
+which only the page shows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.bench import BENCHMARKS, load
+from weft.bench import load_promise
 from weft.errors import LabUnavailable
 from weft.report.result import Headline, report_page
 from weft.report.table import Column, Table
@@ -23,12 +23,14 @@ COLUMNS = (
     Column("bound", "bound", right=True),
     Column("ratio", "ratio", form=".2f"),
 )
-NOTE = "ratio: how many times better than today; where nothing is there today, how much of the bound is reached"
+# In the order of the README.
+PROMISES = ("overlap", "reshard", "pipeline", "packed", "end_to_end")
+NOTE = "ratio: how many times better than today"
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The lines of all benchmarks, and notes on what could not be run."""
+    """The lines of all promises, and notes on what could not be run."""
 
     headlines: Sequence[Headline]
     notes: Sequence[str] = ()
@@ -78,19 +80,9 @@ def _figure(value: float | None, unit: str) -> str | None:
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
 
 
-def link_rates() -> list[Headline]:
-    """Whether a two-host lab has the links that were asked for: the worst of its limited flows."""
-    from weft.lab import check
-
-    rows = [row for row in check(hosts=2, gbps=1.0).rows if row.asked is not None]
-    worst = max(rows, key=lambda row: abs(row.deviation))
-    what = f"lab link, worst of {len(rows)}: {worst.link}"
-    return [Headline(what, None, worst.measured, worst.asked, "Gbit/s", ratio=1 + worst.deviation)]
-
-
 def benchmark(name: str) -> Provider:
-    """The lines of a benchmark."""
-    return lambda: load(name).demo()
+    """The line of a promise."""
+    return lambda: load_promise(name).demo()
 
 
-PROVIDERS: dict[str, Provider] = {"lab links": link_rates, **{name: benchmark(name) for name in BENCHMARKS}}
+PROVIDERS: dict[str, Provider] = {name: benchmark(name) for name in PROMISES}

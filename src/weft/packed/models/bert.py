@@ -17,9 +17,9 @@ def describe_bert(model: Any) -> Transformer:
     config, e = model.config, model.embeddings
     require(config, {"is_decoder": [False], "add_cross_attention": [False], "position_embedding_type": ["absolute"]})
     tables = (e.word_embeddings.weight, e.token_type_embeddings.weight, e.position_embeddings.weight)
-    embedding = Embedding(
-        tables, ("input_ids", "token_type_ids", "position_ids"), layer_norm(e.LayerNorm), config.hidden_dropout_prob
-    )
+    names = ("input_ids", "token_type_ids", "position_ids")
+    padding = e.word_embeddings.padding_idx
+    embedding = Embedding(tables, names, layer_norm(e.LayerNorm), config.hidden_dropout_prob, padding)
     return Transformer(embedding, tuple(_bert_layer(config, layer) for layer in model.encoder.layer), None)
 
 
@@ -45,7 +45,8 @@ def describe_distilbert(model: Any) -> Transformer:
     """A `DistilBertModel`."""
     config, e = model.config, model.embeddings
     tables = (e.word_embeddings.weight, e.position_embeddings.weight)
-    embedding = Embedding(tables, ("input_ids", "position_ids"), layer_norm(e.LayerNorm), config.dropout)
+    padding = e.word_embeddings.padding_idx
+    embedding = Embedding(tables, ("input_ids", "position_ids"), layer_norm(e.LayerNorm), config.dropout, padding)
     return Transformer(embedding, tuple(_distilbert_layer(config, layer) for layer in model.transformer.layer), None)
 
 

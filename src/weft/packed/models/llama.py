@@ -19,13 +19,17 @@ def checked_rope(kind: str) -> str:
 
 
 def describe_llama(model: Any) -> Transformer:
-    """A `LlamaModel`."""
+    """A `LlamaModel`; or a stage of one, whose `embed_tokens` or `norm` is None."""
     config, rope = model.config, model.rotary_emb
     checked_rope(rope.rope_type)
     rotary = Rotary(rope.inv_freq, rope.attention_scaling)
-    embedding = Embedding((model.embed_tokens.weight,), ("input_ids",), None)
+    embedding = None if model.embed_tokens is None else _embedding(model.embed_tokens)
     layers = tuple(_layer(config, layer, rotary) for layer in model.layers)
-    return Transformer(embedding, layers, _rms_norm(model.norm))
+    return Transformer(embedding, layers, None if model.norm is None else _rms_norm(model.norm))
+
+
+def _embedding(table: Any) -> Embedding:
+    return Embedding((table.weight,), ("input_ids",), None, padding=table.padding_idx)
 
 
 def _layer(config: Any, layer: Any, rotary: Rotary) -> Layer:

@@ -14,7 +14,8 @@ from weft.packed.spec import Attention, Embedding, Layer, Mlp, NormOrder, Rotary
 def describe_modernbert(model: Any) -> Transformer:
     """A `ModernBertModel`."""
     config, e, rope = model.config, model.embeddings, model.rotary_emb
-    embedding = Embedding((e.tok_embeddings.weight,), ("input_ids",), layer_norm(e.norm), config.embedding_dropout)
+    table, padding = e.tok_embeddings.weight, e.tok_embeddings.padding_idx
+    embedding = Embedding((table,), ("input_ids",), layer_norm(e.norm), config.embedding_dropout, padding)
     rotaries = {}
     for kind in set(config.layer_types):
         checked_rope(rope.rope_type[kind])

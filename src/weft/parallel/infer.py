@@ -1,0 +1,147 @@
+"""`RankProgram`: inference on the ranks of a group, with weights packed once and buffers used again.
+
+    prefill    T tokens of many prompts end to end, no padding; only the rows asked for leave the last layer's attention
+    decode     one token (or a few) for each sequence: T rows on every rank, keys and values in a `RankCache`
+
+Inside a host every rank has all T rows between blocks: a row-parallel matmul writes its partial result where the others
+read it, and each rank adds them up (`host_wire.py`), a chunk of rows while the next one is computed. Where the group
+spans hosts, long inputs are split and overlapped instead (`infer_network.py`). Either way a row's bits depend on its
+own sequence only: not on the batch, nor on whether a token came in the prompt or was decoded.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.comm.hosts import hosts_of
+from weft.kernels.cpu import dtype_code, empty, isa
+from weft.overlap.context import timeout_of
+from weft.packed import spec
+from weft.packed.call import Inputs
+from weft.packed.forward import Dense, common_dtype
+from weft.parallel.cache import RankCache
+from weft.parallel.host_wire import CHUNK_ROWS, HostWire
+from weft.parallel.infer_memory import Job, Memory
+from weft.parallel.infer_network import NetworkPass, NetworkWire
+from weft.parallel.infer_pass import Pass
+from weft.parallel.rank import RankModel
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLayer:
+    """A layer in the form that the matmuls read."""
+
+    described: spec.Layer
+    qkv: Dense
+    out: Dense
+    up: Dense
+    down: Dense
+
+    @classmethod
+    def of(cls, layer: spec.Layer) -> PackedLayer:
+        attention, mlp = layer.attention, layer.mlp
+        return cls(layer, *(Dense.of(p) for p in (attention.qkv, attention.out, mlp.up, mlp.down)))
+
+
+class RankProgram:
+    """A rank's part of a transformer ready to run. It holds packed copies of the weights: make a new one when they have
+    changed. Making one is collective over the group, and so is every call.
+    """
+
+    def __init__(self, model: RankModel) -> None:
+        self.model, self.transformer = model, model.transformer
+        self.dtype = common_dtype(list(spec.tensors((model.transformer, model.head))))
+        self.code, self.kernels = dtype_code(self.dtype), isa()
+        self.layers = [PackedLayer.of(layer) for layer in model.transformer.layers]
+        self.head = None if model.head is None else Dense.of(model.head)
+        self.wire = _wire(model, self.dtype)
+        everything = isinstance(self.wire, NetworkWire)  # is split among ranks, and not done in chunks
+        self.memory = Memory(self.layers, model.transformer.width, self.dtype, None if everything else CHUNK_ROWS)
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self._order = torch.empty(0, dtype=torch.int64)
+        self._lock = threading.Lock()  # calls share the buffers
+
+    def cache(self, *, slots: int, capacity: int) -> RankCache:
+        """An empty cache for this rank's heads."""
+        return RankCache(self.transformer, slots=slots, capacity=capacity, dtype=self.dtype)
+
+    def run(
+        self, inputs: Inputs, *, cache: RankCache | None = None, slots: Tensor | None = None, rows: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Hidden states after the last layer, [T, width], or [n, width] of the n tokens `rows`; the same on all ranks.
+
+        With a `cache`, sequence s goes on behind the tokens that slot `slots[s]` holds, and is added to it. The model
+        must be causal then. Indices were checked by the caller.
+        """
+        # Made before inference mode: what comes out may meet gradients, what is kept inside never does.
+        out = empty(inputs.tokens if rows is None else rows.numel(), self.transformer.width, dtype=self.dtype)
+        with self._lock, torch.inference_mode():
+            job = self._job(inputs, cache, slots, rows)
+            if not inputs.tokens:
+                return out
+            if isinstance(self.wire, NetworkWire):
+                NetworkPass(self, self.wire, job).run(out)
+            else:
+                Pass(self, self.wire, job).run(out)
+            if cache is not None:
+                cache.lengths[job.slots] = job.past + job.lengths
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, V_r]: the logits of this rank's words, of hidden states [n, width]."""
+        if self.head is None:
+            raise ValueError("the model has no head, expected one that gives logits, such as LlamaForCausalLM")
+        return self.head.apply(hidden)
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        """What each rank gave, all of one shape."""
+        if self.wire is None:
+            return [part]
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.wire.size)]
+        with self._lock, torch.inference_mode():
+            self.wire.gather(part.contiguous(), parts)
+        return parts
+
+    def _job(self, inputs: Inputs, cache: RankCache | None, slots: Tensor | None, rows: Tensor | None) -> Job:
+        count = inputs.cu_seqlens.numel() - 1
+        if cache is None:
+            return Job(inputs, None, torch.arange(count), torch.zeros(count, dtype=torch.int64), rows)
+        if any(layer.attention.right != 0 for layer in self.transformer.layers):
+            raise ValueError("a cache needs causal attention; this model looks ahead: run it without a cache")
+        slots = torch.arange(count) if slots is None else slots
+        if slots.shape != (count,) or len(set(slots.tolist())) != count:
+            raise ValueError(f"slots are {slots.tolist()}, expected {count} different ones, one for each sequence")
+        past = cache.lengths[slots]
+        job = Job(inputs, cache, slots, past, rows)
+        if count:
+            cache.reserve(int((past + job.lengths).max()))
+        return job
+
+    def in_order(self, tokens: int) -> Tensor:
+        """0, 1, ... for at least `tokens` tokens, kept for the next call."""
+        if self._order.numel() < tokens:
+            self._order = torch.arange(tokens)
+        return self._order
+
+    def rotary_tables(self, rotary: spec.Rotary, positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin for at least `positions` positions, kept for the next call."""
+        tables = self._tables.get(id(rotary))
+        if tables is None or tables[0].shape[0] < positions:
+            size = positions if tables is None else max(positions, 2 * tables[0].shape[0])
+            tables = self._tables[id(rotary)] = rotary.tables(size)
+        return tables
+
+
+def _wire(model: RankModel, dtype: torch.dtype) -> HostWire | NetworkWire | None:
+    """How the ranks reach each other: not at all, through memory, or through the group."""
+    group = model.group
+    if group.size() == 1:
+        return None
+    timeout = timeout_of(group)
+    if len(set(hosts_of(group, timeout=timeout))) == 1:
+        return HostWire(group, model.transformer.width, dtype, timeout=timeout)
+    return NetworkWire(group)

@@ -1,0 +1,33 @@
+"""One place of `weft bench end_to_end` on a tiny model: all systems run, and their losses and tokens agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weft.bench.end_to_end import Bench
+from weft.bench.end_to_end_cases import Kind, tiny
+from weft.bench.end_to_end_rows import summary
+
+pytest.importorskip("accelerate")  # what Hugging Face cuts models with
+
+
+@pytest.mark.timeout(600)  # it loads transformers on ranks that share two cores
+def test_a_place_gives_a_row_of_each_kind(namespaces: None, tmp_path: Path) -> None:
+    scale = tiny()
+    place, kinds = scale.places[0]
+    bench = Bench(scale.load, tmp_path, None)
+    results = bench.results(replace(place, share=None), kinds, 1, gbps=1.0)  # a given rate saves the lab that finds it
+    rows = {str(result.row()["kind"]): result.row() for result in results}
+    assert set(rows) == {kind.value for kind in Kind}
+    for row in rows.values():
+        assert all(row[key] for key in ("weft_ms", "padded_ms", "vs_padded", "bound_ms", "gbps", "weft_tokens_per_s"))
+    figures = summary(results)
+    assert all(figures[key] for key in ("train_vs_torch_packed", "train_vs_torch_padded", "prefill_vs_hf_tp"))
+    exposed = figures["exposed_comm_fraction"]
+    assert isinstance(exposed, float)
+    assert 0 < exposed < 1
+    train = next(result for result in results if result.kind is Kind.TRAIN)
+    assert [timeline.name for timeline in train.figure().timelines] == ["predicted", "measured"]

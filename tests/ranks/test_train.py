@@ -1,0 +1,173 @@
+"""Training runs: the same losses however ranks are used, and after a kill; figures and logs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch.nn import functional as F
+
+from weft.errors import WeftError
+from weft.parallel.checkpoint import has_checkpoint
+from weft.parallel.save import save_model
+from weft.train import Job, StepFigures, train
+from weft.train.figures import LossLog, read_log
+from weft.train.text import END, IGNORED, Text, cut, documents_of
+
+JOB = Job(steps=4, microbatches=2, tokens=96, context=48, lr=3e-3, timeout=15.0)
+
+
+def losses_of(job: Job) -> list[float]:
+    return train(job).losses
+
+
+def losses_without_weft(job: Job) -> list[float]:
+    """The Hugging Face model in one process, document by document, with torch's own loss."""
+    import transformers
+
+    torch.manual_seed(job.seed)
+    model = transformers.LlamaForCausalLM(job.config())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
+    text = Text.of(documents_of(()), context=job.context, tokens=job.tokens, seed=job.seed)
+    losses = []
+    for step in range(job.steps):
+        micros = [text.microbatch(step * job.microbatches + i) for i in range(job.microbatches)]
+        total, loss = sum(m.counted for m in micros), torch.zeros(())
+        for micro in micros:
+            bounds = micro.batch.cu_seqlens.tolist()
+            for first, end in pairwise(bounds):
+                logits = model(micro.batch.values[None, first:end]).logits[0]
+                targets = micro.targets[first:end]
+                loss = loss + F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        (loss / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item() / total)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return run_ranks(losses_without_weft, 1, JOB)[0]  # in a process with one thread
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 1)])
+def test_losses_do_not_depend_on_how_ranks_are_used(expected: list[float], pp: int, dp: int, tp: int) -> None:
+    runs = run_ranks(losses_of, pp * dp * tp, replace(JOB, pp=pp, dp=dp, tp=tp))
+    assert all(run == runs[0] for run in runs)
+    assert runs[0] == pytest.approx(expected, rel=2e-5)
+    assert expected[-1] < expected[0] - 0.2
+
+
+def train_until_killed(job: Job, victim: int, after: int) -> tuple[str, str, float]:
+    """How this rank ended when rank `victim` was killed after step `after`."""
+    killed_at = 0.0
+
+    def report(figures: StepFigures) -> None:
+        nonlocal killed_at
+        killed_at = time.monotonic()
+        if figures.step == after and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        train(job, report=report)
+    except WeftError as error:
+        dist.destroy_process_group()  # as the end of the process would: who waits for this rank learns of it
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the harness to end
+        return type(error).__name__, str(error), time.monotonic() - killed_at
+    raise AssertionError("the run went on without a rank")
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp", "victim"), [(2, 1, 2, 3), (1, 2, 2, 1)])
+def test_a_killed_rank_ends_all_and_the_run_resumes_to_the_same_losses(
+    tmp_path: Path, pp: int, dp: int, tp: int, victim: int
+) -> None:
+    job = replace(JOB, pp=pp, dp=dp, tp=tp, every=2, checkpoint=str(tmp_path / "run"))
+    undisturbed = run_ranks(losses_of, 4, replace(job, checkpoint=str(tmp_path / "calm")))[0]
+    ends = run_ranks(train_until_killed, 4, job, victim, 3, killed=[victim])
+    assert ends[victim] == signal.SIGKILL
+    for rank, end in enumerate(ends):
+        if rank != victim:
+            kind, text, seconds = end
+            assert seconds < job.timeout + 10.0, (rank, kind, text)
+            assert kind in ("PeerLost", "PeerTimeout", "StageFailed")
+            assert "rank" in text
+    assert has_checkpoint(job.checkpoint)
+    resumed = run_ranks(losses_of, 4, replace(job, resume=True))[0]
+    assert resumed == undisturbed[2:]  # from the checkpoint of step 2, bit by bit
+
+
+def save_trained(job: Job, folder: str) -> None:
+    from weft.train.mesh import make_mesh
+    from weft.train.model import build
+
+    model = build(job, make_mesh((job.pp, job.dp, job.tp), timeout=job.timeout))
+    save_model(model.module, folder)
+    model.close()
+
+
+def test_a_run_starts_from_files_and_resumes_with_other_ranks(tmp_path: Path, expected: list[float]) -> None:
+    staged = replace(JOB, pp=2, steps=2)
+    run_ranks(save_trained, 2, staged, str(tmp_path / "model"))
+    first = replace(staged, init=str(tmp_path / "model"), seed=0, checkpoint=str(tmp_path / "run"))
+    assert run_ranks(losses_of, 2, first)[0] == pytest.approx(expected[:2], rel=2e-5)
+    again = replace(JOB, tp=2, init=first.init, checkpoint=first.checkpoint, resume=True)
+    assert run_ranks(losses_of, 2, again)[0] == pytest.approx(expected[2:], rel=2e-5)
+    with pytest.raises(Exception, match="expected the same, or the run would see other data"):
+        run_ranks(losses_of, 2, replace(again, tokens=128))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tp": 2}, "tp 2 x pp 1 x dp 1 is 2 ranks, and there are 1"),
+        ({"model": "huge"}, "model is 'huge', expected one of tiny"),
+        ({"resume": True}, "resume without a checkpoint directory"),
+        ({"steps": -1}, "expected at least 0"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(JOB, **change).check(1)
+
+
+def test_microbatches_are_full_of_whole_documents() -> None:
+    text = Text.of(documents_of(()), context=48, tokens=200, seed=3)
+    one, other = text.microbatch(5), text.microbatch(6)
+    assert one.batch.tokens == other.batch.tokens == 200
+    assert not torch.equal(one.batch.values, other.batch.values)
+    assert int(one.batch.lengths.max()) <= 48
+    assert len(set(one.batch.lengths.tolist())) > 1
+    ends = one.batch.cu_seqlens[1:].long() - 1
+    assert torch.equal(one.batch.values[ends[:-1]], torch.full((len(ends) - 1,), END))
+    assert torch.equal((one.targets == IGNORED).nonzero().squeeze(1), ends)
+    inside = one.targets != IGNORED
+    assert torch.equal(one.targets[inside], one.batch.values.roll(-1)[inside])
+
+
+def test_nothing_of_a_document_is_lost() -> None:
+    document = b"".join(b"%d\n" % i for i in range(500)) + b"x" * 100
+    assert b"".join(cut(document, 33)) == document
+    assert max(map(len, cut(document, 33))) <= 33
+    with pytest.raises(ValueError, match="hold no text"):
+        Text.of([b" \n"], context=8, tokens=8)
+
+
+def test_a_log_goes_on_where_a_run_resumes(tmp_path: Path) -> None:
+    figures = [StepFigures(step, 5.0 - step, 100, 0.5, 0.1) for step in range(1, 5)]
+    log = LossLog(tmp_path / "log", after=0)
+    for each in figures[:3]:
+        log.add(each)
+    with (tmp_path / "log").open("a") as out:
+        out.write('{"step": 4, "lo')  # cut off by a kill
+    LossLog(tmp_path / "log", after=2).add(figures[2])
+    assert read_log(tmp_path / "log") == figures[:3]
