@@ -20,8 +20,9 @@ help: ## say what each target does
 demo: setup ## start a lab cluster, measure it, and show what weft gains (the main job)
 	@$(BIN)/weft demo --html weft-demo.html
 
+# Many tests wait for deadlines more than they compute: three at once keep two cores busy.
 test: setup ## run all tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed ## run the tests of the vLLM plugin, in an environment of its own (3.4 GB)
 	@$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)

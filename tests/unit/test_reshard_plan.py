@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard_values import specs
+from torch.distributed.tensor import Replicate
 
 import weft.reshard.assign
 import weft.reshard.autograd
@@ -117,6 +118,15 @@ def test_every_byte_arrives_once(spec: TensorSpec, strategy: str) -> None:
     plan = plan_tensors([spec], strategy=strategy, chunk_bytes=1024)
     coverage(plan)
     assert Plan.parse(str(plan)) == plan
+
+
+def test_the_bound_counts_whole_bytes() -> None:
+    """Four bytes from one host to five others: a third of a byte cannot be sent, so a card is busy with four."""
+    one, six = Mesh((0,), (1,), (0,), ("a0",)), Mesh(tuple(range(6)), (2, 3), tuple(range(6)), ("a0", "a1"))
+    src, dst = Layout(one, [Replicate()]), Layout(six, [Replicate()] * 2)
+    tensor = TensorSpec("x", (), torch.float32, src, dst, torch.float32)
+    cluster = Cluster.uniform(6, gbps=1.0, latency=0.0)
+    assert plan_tensors([tensor], cluster=cluster).lower_bound == pytest.approx(4 / cluster.rate(0))
 
 
 @settings(max_examples=60, deadline=None)

@@ -48,12 +48,13 @@ def split_least(supplies: Sequence[Supply], *, load: Ints, rates: NDArray[np.flo
     seconds = max(at_least, float(np.max(load / rates, initial=0.0)))
     while True:
         # The tenth of a byte absorbs the rounding of a T that was computed from a cut.
-        room = np.floor(seconds * rates + 0.1).astype(np.int64) - load
-        network = _Network(supplies, np.maximum(room, 0))
+        whole = np.floor(seconds * rates + 0.1)
+        network = _Network(supplies, np.maximum(whole.astype(np.int64) - load, 0))
         if network.push() == sum(supply.nbytes for supply in supplies):
             return Split(network.amounts(), seconds)
         wanted, hosts = network.cut()
-        seconds = max(float(wanted + load[hosts].sum()) / float(rates[hosts].sum()), seconds + 1.0 / rates.max())
+        # Nothing changes before some card has room for one more byte.
+        seconds = max(float(wanted + load[hosts].sum()) / float(rates[hosts].sum()), float(np.min((whole + 1) / rates)))
 
 
 class _Network:
