@@ -93,8 +93,8 @@ def test_fused_matmul_has_the_bits_of_matmul_and_sum() -> None:
 
 def _uneven_pace() -> None:
     lean = _group(bank_bytes=64)
-    lean._turn = 2**32 - 50  # as after so many turns: the count ends on the way
-    lean._window.counters(lean.rank).tensor[0] = -51
+    lean._banks._turn = 2**32 - 51  # as after so many turns: the count ends on the way
+    lean._banks.window.counters(lean.rank).tensor[0] = -51
     dist.barrier()
     for turn in range(100):
         if turn % 7 == lean.rank:
@@ -130,7 +130,7 @@ def _late() -> str:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    assert run_ranks(_late, 2) == ["waited 2 s for rank 1 at the embedding", "never came"]
+    assert run_ranks(_late, 2) == ["waited 2 s for rank 1 at the embedding with 12 bytes", "never came"]
 
 
 def _killed() -> None:

@@ -1,16 +1,9 @@
-"""Collectives of the ranks of one host with next to no overhead: a window, counters, and nothing else.
+"""Collectives of the ranks of one host with next to no overhead.
 
 The overlapped ops agree on a plan, trace, and cross hosts; that costs a few tenths of a millisecond, which vanishes
-beside a long matmul and dwarfs that of a decoding step. Here a rank writes its part into a bank of its own, posts it,
-and waits until its peers have posted theirs:
-
-    turn t     write bank t % 4 of my part  |  publish: raise my counter  |  collect: wait for all counters, read all
-
-Nobody acknowledges what was read. A rank collects turn t - 2 before it publishes turn t, so whoever collected turn
-t - 2 knows that every rank is done with turn t - 4, whose bank turn t takes. Hence four banks, and turn t may be
-written while turn t - 1 is still to be collected: a matmul computes a block of rows while its peers finish the last.
-
-Parts are added in the order of the ranks, so that all ranks have the same bits.
+beside a long matmul and dwarfs that of a decoding step. Here a rank fills a bank (`banks.py`), posts it, waits until
+its peers have posted theirs, and reads them all. Parts are added in the order of the ranks, so that all ranks have the
+same bits.
 """
 
 from __future__ import annotations
@@ -23,15 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
-from weft import _core
-from weft.comm.deadline import Deadline
-from weft.comm.window import Window
-from weft.errors import PeerMismatch, PeerTimeout, WeftError
+from weft.comm.banks import BANKS, Banks
 
-_BANKS = _core.EXCHANGE_BANKS
 _LINE = 64  # bytes of a cache line: where a bank starts
 _VIEWS = 1024  # tensors over banks that are kept for shapes seen before
-_SLICE_SECONDS = 0.5  # a signal handler runs only between two native waits
 
 
 class LeanGroup:
@@ -49,28 +37,11 @@ class LeanGroup:
     def __init__(self, pg: ProcessGroup, *, bank_bytes: int, timeout: float, store: Store | None = None) -> None:
         if bank_bytes < _LINE:
             raise ValueError(f"bank_bytes is {bank_bytes}, expected {_LINE} or more: the longest piece of a turn")
-        Deadline.after(timeout)  # refuses a wrong one
         self.bank_bytes = bank_bytes // _LINE * _LINE
-        self.rank, self.size, self.timeout = pg.rank(), pg.size(), timeout
-        self._window = Window.create(
-            pg,
-            _BANKS * self.bank_bytes,
-            counters_per_rank=-(-_core.EXCHANGE_BLOCK_BYTES // 4),
-            timeout=timeout,
-            store=store,
-        )
-        if len(self._window.ranks) != self.size:
-            raise ValueError(
-                f"rank {self.rank} shares its host with ranks {self._window.ranks} of {self.size}, expected all of "
-                "them; use weft.overlap for groups that span hosts"
-            )
-        blocks = [self._window.counters(rank).tensor.data_ptr() for rank in range(self.size)]
-        data = [self._window.peer(rank).data_ptr() for rank in range(self.size)]
-        self._exchange = _core.Exchange(blocks, data, self.bank_bytes, self.rank)
+        self.rank, self.size = pg.rank(), pg.size()
+        self._banks = Banks(pg, self.bank_bytes, timeout=timeout, store=store)
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}
-        self._turn = 1  # the native counters count from here
-        self._tags = [0] * _BANKS  # what this rank put into each bank: its size
-        self._failure: str | None = None
+        self._tags = [0] * BANKS  # what this rank put into each bank: its size
 
     # Collectives --------------------------------------------------------------------------------------------
 
@@ -124,7 +95,7 @@ class LeanGroup:
 
     def bank(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         """The next turn's bank of every rank, in rank order. Write to that of `rank`, then `publish`."""
-        key = (self._turn % _BANKS, shape, dtype)
+        key = (self._banks.next_turn % BANKS, shape, dtype)
         places = self._views.get(key)
         if places is None:
             if math.prod(shape) > self.elements(dtype):
@@ -136,47 +107,26 @@ class LeanGroup:
                 self._views.clear()
             offset = key[0] * self.bank_bytes
             with torch.inference_mode(False):  # what is made in that mode may not be written to outside it
-                places = [self._window.view(rank, shape, dtype, offset=offset) for rank in range(self.size)]
+                window = self._banks.window
+                places = [window.view(rank, shape, dtype, offset=offset) for rank in range(self.size)]
             self._views[key] = places
         self._tags[key[0]] = places[0].nbytes
         return places
 
     def publish(self, what: str) -> int:
         """Tells the peers that this rank's bank is written; returns the number of the turn, for `collect`."""
-        if self._failure is not None:
-            raise WeftError(f"{what}: an earlier call on this group failed ({self._failure}); make a new group")
-        turn = self._turn
-        self._exchange.post(turn, self._tags[turn % _BANKS])
-        self._turn = (turn + 1) % 2**32
-        return turn
+        self._banks.check(what)
+        return self._banks.post(self._tags[self._banks.next_turn % BANKS])
 
     def collect(self, turn: int, what: str) -> None:
         """Returns when all ranks have published `turn`, with parts of one size."""
-        late = self._exchange.wait(turn, self._tags[turn % _BANKS], min(_SLICE_SECONDS, self.timeout))
-        if late != -1:
-            self._wait_longer(turn, late, what)
+        tag = self._tags[turn % BANKS]
+        self._banks.wait(turn, tag, f"{what} with {tag} bytes")
 
     def add_up(self, turn: int, out: Tensor, places: Sequence[Tensor], *, what: str) -> None:
         """Collects, and adds up all ranks' `places` in order."""
         self.collect(turn, what)
         add_in_order(places, out)
-
-    def _wait_longer(self, turn: int, late: int, what: str) -> None:
-        tag, deadline = self._tags[turn % _BANKS], Deadline.after(max(self.timeout - _SLICE_SECONDS, 1e-3))
-        while late >= 0 and deadline.left() > 0.0:
-            late = self._exchange.wait(turn, tag, min(_SLICE_SECONDS, max(deadline.left(), 1e-3)))
-        if late == -1:
-            return
-        error: WeftError
-        if late >= 0:
-            error = PeerTimeout(f"rank {late} at {what}", seconds=self.timeout)
-        else:
-            error = PeerMismatch(
-                f"rank {self.rank} is at {what} with {tag} bytes, rank {-2 - late} at something of another size; "
-                "make the same calls on all ranks"
-            )
-        self._failure = str(error)
-        raise error
 
     def __repr__(self) -> str:
         return f"LeanGroup(rank={self.rank}, size={self.size}, bank_bytes={self.bank_bytes})"
