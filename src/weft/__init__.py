@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from weft.packed import PackedBatch, pack, packed_attention
     from weft.parallel import load_sharded, parallelize
-    from weft.parallel.generate import generate
+    from weft.parallel.inference.generate import generate
     from weft.pipeline import Pipeline
     from weft.pipeline.schedules import schedule
     from weft.reshard import plan_reshard, reshard_state_dict
@@ -49,7 +49,7 @@ _HOME = {
     ),
     "weft.packed": ("PackedBatch", "pack", "packed_attention"),
     "weft.parallel": ("load_sharded", "parallelize"),
-    "weft.parallel.generate": ("generate",),
+    "weft.parallel.inference.generate": ("generate",),
     "weft.pipeline": ("Pipeline", "schedule"),
     "weft.reshard": ("plan_reshard", "reshard_state_dict"),
     "weft.timeline": ("Timeline",),

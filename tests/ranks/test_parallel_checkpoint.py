@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import weft
 from weft.errors import PeerTimeout, WeftError
-from weft.parallel import checkpoint_folder
-from weft.parallel.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
+from weft.parallel.files import checkpoint_folder
+from weft.parallel.files.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 
 SHAPES = {"up": (7, 4), "down": (4, 7), "norm": (4,)}
 PLACEMENTS: dict[str, Any] = {"up": Shard(0), "down": Shard(1), "norm": Replicate()}

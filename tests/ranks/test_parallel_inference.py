@@ -15,10 +15,10 @@ from weft.errors import PeerMismatch
 from weft.packed import PackedBatch
 from weft.packed.models.common import linear
 from weft.packed.models.llama import describe_llama
-from weft.parallel import infer
 from weft.parallel.cut import cut
-from weft.parallel.generate import generate, inputs_of
-from weft.parallel.infer import RankProgram
+from weft.parallel.inference import program
+from weft.parallel.inference.generate import generate, inputs_of
+from weft.parallel.inference.program import RankProgram
 
 LENGTHS = [1, 7, 30, 12]
 NEW = 8
@@ -87,7 +87,7 @@ def program_of(model: Any, *, network: bool = False, group: dist.ProcessGroup | 
     part = cut(describe_llama(model.model), group, head=linear(model.lm_head))
     apart = tuple(range(group.size()))
     hosts = apart if network else (0,) * len(apart)
-    with torch.no_grad(), mock.patch.object(infer, "hosts_of", return_value=hosts):
+    with torch.no_grad(), mock.patch.object(program, "hosts_of", return_value=hosts):
         return RankProgram(part)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from weft.parallel.load import load_sharded
-from weft.parallel.save import save_model
-from weft.parallel.weight_files import BLOCK_BYTES
+from weft.parallel.files.load import load_sharded
+from weft.parallel.files.save import save_model
+from weft.parallel.files.weight_files import BLOCK_BYTES
 
 PLACEMENTS: dict[str, list[Any]] = {
     "rows": [Replicate(), Shard(0)],

@@ -17,8 +17,8 @@ from harness import run_ranks
 from torch.nn import functional as F
 
 from weft.errors import WeftError
-from weft.parallel.checkpoint import has_checkpoint
-from weft.parallel.save import save_model
+from weft.parallel.files.checkpoint import has_checkpoint
+from weft.parallel.files.save import save_model
 from weft.train import Job, StepFigures, train
 from weft.train.figures import LossLog, read_log
 from weft.train.text import END, IGNORED, Text, cut, documents_of

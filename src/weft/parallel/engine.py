@@ -21,7 +21,7 @@ from weft.packed.engine import AttentionDropout
 from weft.parallel import training
 from weft.parallel.describe import Cuts, Described, cuts
 from weft.parallel.exchange import agree, gather
-from weft.parallel.infer import RankProgram
+from weft.parallel.inference.program import RankProgram
 from weft.parallel.part import Part, part_of
 from weft.parallel.share import Share, gather_rows
 

@@ -23,8 +23,8 @@ from weft.parallel.columns import as_sharded, gather_columns
 from weft.parallel.describe import VOCABULARY_HEADS, Cuts, Described
 from weft.parallel.engine import ParallelEngine, Passed, Ranks
 from weft.parallel.exchange import gather
-from weft.parallel.hf_infer import answer
-from weft.parallel.infer import RankProgram
+from weft.parallel.inference.hf import answer
+from weft.parallel.inference.program import RankProgram
 from weft.parallel.keep import kept_tokens
 from weft.parallel.loss import IGNORED, check_targets, cross_entropy
 from weft.parallel.training import logits

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.parallel import parallelize
-from weft.parallel.load import load_sharded
+from weft.parallel.files.load import load_sharded
 from weft.parallel.stages import llama_stage, stage_layouts
 from weft.pipeline import Pipeline
 from weft.pipeline.schedules import schedule

@@ -18,10 +18,10 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from weft.comm import Group
 from weft.layout import Layout, Mesh
-from weft.parallel.materialise import Slot, slots
-from weft.parallel.together import DEFAULT_TIMEOUT, join_problems, rank_of, tell_all
-from weft.parallel.weight_files import DTYPES, INDEX_NAME
-from weft.parallel.weight_writer import Entry, Writer
+from weft.parallel.files.materialise import Slot, slots
+from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems, rank_of, tell_all
+from weft.parallel.files.weight_files import DTYPES, INDEX_NAME
+from weft.parallel.files.weight_writer import Entry, Writer
 from weft.reshard import reshard_state_dict
 from weft.reshard.describe import Source
 
@@ -46,7 +46,7 @@ def save_model(
     Rank 0 holds at most 256 MB of whole tensors, or one of them, at a time. An error there is raised on all ranks.
 
     >>> import tempfile
-    >>> from weft.parallel.load import load_sharded
+    >>> from weft.parallel.files.load import load_sharded
     >>> model, twin = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_model(model, folder)

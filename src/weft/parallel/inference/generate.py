@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from weft.packed.call import Inputs
-from weft.parallel.cache import RankCache
-from weft.parallel.infer import RankProgram
-from weft.parallel.sample import Sampling, choose
+from weft.parallel.inference.cache import RankCache
+from weft.parallel.inference.program import RankProgram
+from weft.parallel.inference.sample import Sampling, choose
 
 _PREFILL_TOKENS = 8192  # prompts are taken in together up to this many tokens
 

@@ -21,13 +21,13 @@ from weft.kernels.cpu import ACTIVATIONS
 from weft.packed import spec
 from weft.packed.forward import Dense
 from weft.packed.spec import NormOrder
-from weft.parallel.host_wire import CHUNK_ROWS, Fill, HostWire, Rows
-from weft.parallel.infer_calls import Calls
-from weft.parallel.infer_memory import Keys
+from weft.parallel.inference.calls import Calls
+from weft.parallel.inference.host_wire import CHUNK_ROWS, Fill, HostWire, Rows
+from weft.parallel.inference.memory import Keys
 
 if TYPE_CHECKING:
-    from weft.parallel.infer import PackedLayer, RankProgram
-    from weft.parallel.infer_memory import Job
+    from weft.parallel.inference.memory import Job
+    from weft.parallel.inference.program import PackedLayer, RankProgram
 
 
 class Pass(Calls):

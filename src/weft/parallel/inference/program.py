@@ -5,7 +5,7 @@
 
 Inside a host every rank has all T rows between blocks: a row-parallel matmul writes its partial result where the others
 read it, and each rank adds them up (`host_wire.py`), a chunk of rows while the next one is computed. Where the group
-spans hosts, long inputs are split and overlapped instead (`infer_network.py`). Either way a row's bits depend on its
+spans hosts, long inputs are split and overlapped instead (`network.py`). Either way a row's bits depend on its
 own sequence only: not on the batch, nor on whether a token came in the prompt or was decoded.
 """
 
@@ -23,11 +23,11 @@ from weft.overlap.context import timeout_of
 from weft.packed import spec
 from weft.packed.call import Inputs
 from weft.packed.forward import Dense, common_dtype
-from weft.parallel.cache import RankCache
-from weft.parallel.host_wire import CHUNK_ROWS, HostWire
-from weft.parallel.infer_memory import Job, Memory
-from weft.parallel.infer_network import NetworkPass, NetworkWire
-from weft.parallel.infer_pass import Pass
+from weft.parallel.inference.cache import RankCache
+from weft.parallel.inference.host_wire import CHUNK_ROWS, HostWire
+from weft.parallel.inference.memory import Job, Memory
+from weft.parallel.inference.network import NetworkPass, NetworkWire
+from weft.parallel.inference.passes import Pass
 from weft.parallel.rank import RankModel
 
 

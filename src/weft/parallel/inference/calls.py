@@ -9,10 +9,10 @@ from weft.kernels.cpu import thread_count
 from weft.packed import spec
 from weft.packed.forward import Dense
 from weft.packed.spec import NormKind
-from weft.parallel.host_wire import Rows
+from weft.parallel.inference.host_wire import Rows
 
 if TYPE_CHECKING:
-    from weft.parallel.infer import RankProgram
+    from weft.parallel.inference.program import RankProgram
 
 _SCHEDULE = _core.Schedule()
 NOWHERE = (0, 0)

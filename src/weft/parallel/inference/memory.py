@@ -11,10 +11,10 @@ from torch import Tensor
 
 from weft.kernels.cpu import empty
 from weft.packed.call import Inputs
-from weft.parallel.cache import RankCache
+from weft.parallel.inference.cache import RankCache
 
 if TYPE_CHECKING:
-    from weft.parallel.infer import PackedLayer
+    from weft.parallel.inference.program import PackedLayer
 
 
 @dataclass(frozen=True, eq=False)

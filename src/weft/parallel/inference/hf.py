@@ -15,9 +15,9 @@ from torch import Tensor
 from weft.packed.batch import PackedBatch
 from weft.packed.models.cache import goes_on
 from weft.packed.models.common import Unsupported
-from weft.parallel.cache import RankCache
 from weft.parallel.cut import Run
-from weft.parallel.infer import RankProgram
+from weft.parallel.inference.cache import RankCache
+from weft.parallel.inference.program import RankProgram
 from weft.parallel.keep import Chosen, kept_tokens
 
 _ROOM = 128  # tokens that a new cache has room for behind the prompts; it grows when they are used up

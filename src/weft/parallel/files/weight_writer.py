@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from weft.parallel.weight_files import DTYPES, FILE_NAME, INDEX_NAME
+from weft.parallel.files.weight_files import DTYPES, FILE_NAME, INDEX_NAME
 
 
 @dataclass(frozen=True)

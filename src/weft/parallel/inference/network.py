@@ -22,13 +22,13 @@ from weft.packed import spec
 from weft.packed.forward import Dense
 from weft.parallel.embedding import lookup
 from weft.parallel.exchange import agree, exchange
-from weft.parallel.host_wire import Rows
-from weft.parallel.infer_pass import Pass
+from weft.parallel.inference.host_wire import Rows
+from weft.parallel.inference.passes import Pass
 from weft.parallel.share import Share, gather_rows
 
 if TYPE_CHECKING:
-    from weft.parallel.infer import PackedLayer, RankProgram
-    from weft.parallel.infer_memory import Job
+    from weft.parallel.inference.memory import Job
+    from weft.parallel.inference.program import PackedLayer, RankProgram
 
 
 class NetworkWire:

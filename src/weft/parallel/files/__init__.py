@@ -1,0 +1,1 @@
+"""What parallel models read and write: weights in slices, whole models, checkpoints."""
