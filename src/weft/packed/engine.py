@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 import torch
@@ -76,10 +76,15 @@ class Engine:
         return all(kernels_for(t).takes_addresses for t in self._leaves[:1])
 
     def is_differentiable(self, inputs: Inputs) -> bool:
-        """Whether a call runs as in training: with dropout, or with gradients."""
-        if self._module.training:
-            return True
-        if not torch.is_grad_enabled():
-            return False
-        vectors = inputs.vectors is not None and inputs.vectors.requires_grad
-        return vectors or any(t.requires_grad for t in self._leaves)
+        """Whether a call runs as in training."""
+        return runs_as_training(self._module, inputs, self._leaves)
+
+
+def runs_as_training(module: nn.Module, inputs: Inputs, weights: Iterable[Tensor]) -> bool:
+    """Whether a call has dropout, or gradients."""
+    if module.training:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    vectors = inputs.vectors is not None and inputs.vectors.requires_grad
+    return vectors or any(t.requires_grad for t in weights)

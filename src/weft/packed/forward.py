@@ -12,54 +12,19 @@ After the first call of a size nothing is allocated but the result. Addresses go
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from weft import _core
-from weft.kernels import PackedWeight, linear
 from weft.kernels.cpu import ACTIVATIONS, dtype_code, empty, isa, thread_count
 from weft.packed import spec
 from weft.packed.buffers import Buffers
 from weft.packed.call import Inputs, Kept
+from weft.packed.held import Dense, PackedLayer, Tables, common_dtype
 from weft.packed.spec import NormKind, NormOrder
 
 _SCHEDULE = _core.Schedule()
 _NOWHERE = (0, 0)
-
-
-@dataclass(frozen=True, eq=False)
-class Dense:
-    """A projection in the form that the matmul reads; tensors are held because their addresses are used."""
-
-    data: Tensor
-    n: int
-    k: int
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, projection: spec.Projection) -> Dense:
-        packed, bias = PackedWeight.from_dense(projection.weight().detach()), projection.bias()
-        return cls(packed.data, packed.n, packed.k, None if bias is None else bias.detach().contiguous())
-
-    def apply(self, x: Tensor) -> Tensor:
-        """x [M, K] -> [M, N]."""
-        return linear(x.contiguous(), PackedWeight(self.data, self.n, self.k, isa().name), bias=self.bias)
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    described: spec.Layer
-    qkv: Dense
-    out: Dense
-    up: Dense
-    down: Dense
-
-    @classmethod
-    def of(cls, layer: spec.Layer) -> _Layer:
-        attention, mlp = layer.attention, layer.mlp
-        return cls(layer, *(Dense.of(p) for p in (attention.qkv, attention.out, mlp.up, mlp.down)))
 
 
 class Program:
@@ -70,10 +35,9 @@ class Program:
         self.dtype = common_dtype(list(spec.tensors(model)))
         self._code = dtype_code(self.dtype)
         self._kernels = isa()
-        self._layers = [_Layer.of(layer) for layer in model.layers]
+        self._layers = [PackedLayer.of(layer) for layer in model.layers]
         self._buffers = Buffers(model, self.dtype)
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
-        self._order = torch.empty(0, dtype=torch.int64)
+        self._tables = Tables()
         self._lock = threading.Lock()  # calls share the buffers
 
     def run(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
@@ -85,28 +49,6 @@ class Program:
             self._buffers.reserve(max(inputs.tokens, 1))
             _Run(self, inputs, out, kept).all()
         return out
-
-    def in_order(self, tokens: int) -> Tensor:
-        """0, 1, ... for at least `tokens` tokens, kept for the next call."""
-        if self._order.numel() < tokens:
-            self._order = torch.arange(tokens)
-        return self._order
-
-    def rotary_tables(self, rotary: spec.Rotary, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for at least `positions` positions, kept for the next call."""
-        tables = self._tables.get(id(rotary))
-        if tables is None or tables[0].shape[0] < positions:
-            tables = self._tables[id(rotary)] = rotary.tables(positions)
-        return tables
-
-
-def common_dtype(sources: list[Tensor]) -> torch.dtype:
-    """The type that all tensors have, on the CPU."""
-    kinds = {(t.dtype, t.device.type) for t in sources if t.is_floating_point()}
-    if len(kinds) != 1 or next(iter(kinds))[1] != "cpu":
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise ValueError(f"a packed model computes on the CPU in one type, got {found}; call .cpu() and .float()")
-    return next(iter(kinds))[0]
 
 
 _NOTHING = Kept()
@@ -140,7 +82,7 @@ class _Run:
         x, vectors = self.rows["x"], self.inputs.vectors
         tables = []
         if vectors is not None:
-            order = self.program.in_order(self.tokens)
+            order = self.program._tables.in_order(self.tokens)
             tables = [(vectors.data_ptr(), vectors.stride(0), order.data_ptr())]
         if embedding is not None:
             skipped = len(tables)
@@ -152,7 +94,7 @@ class _Run:
         if embedding is not None and embedding.norm is not None:
             self.norm(embedding.norm, x, x)
 
-    def post_norm(self, layer: _Layer, to: tuple[int, int]) -> None:
+    def post_norm(self, layer: PackedLayer, to: tuple[int, int]) -> None:
         x, y = self.rows["x"], self.rows["y"]
         assert layer.described.attention_norm is not None
         assert layer.described.mlp_norm is not None
@@ -162,7 +104,7 @@ class _Run:
         self.linear(layer.down, self.mlp(layer, x), y, residual=x)
         self.norm(layer.described.mlp_norm, y, to)
 
-    def pre_norm(self, layer: _Layer, to: tuple[int, int]) -> None:
+    def pre_norm(self, layer: PackedLayer, to: tuple[int, int]) -> None:
         x = self.rows["x"]
         self.attention(layer, self.normed(layer.described.attention_norm))
         self.linear(layer.out, self.rows["context"], x, residual=x)
@@ -174,13 +116,13 @@ class _Run:
         self.norm(norm, self.rows["x"], self.rows["y"])
         return self.rows["y"]
 
-    def attention(self, layer: _Layer, x: tuple[int, int]) -> None:
+    def attention(self, layer: PackedLayer, x: tuple[int, int]) -> None:
         a, cu = layer.described.attention, self.inputs.cu_seqlens
         at, stride = self.rows["wide"][0], layer.qkv.n
         self.linear(layer.qkv, x, (at, stride))
         if a.rotary is not None:
             assert self.inputs.positions is not None
-            cos, sin = self.program.rotary_tables(a.rotary, self.inputs.farthest + 1)
+            cos, sin = self.program._tables.of_rotary(a.rotary, self.inputs.farthest + 1)
             _core.rotary(
                 self.kernels, self.code, (at, stride), (at, stride), a.heads + a.kv_heads, a.head_dim, cos.data_ptr(),
                 sin.data_ptr(), self.inputs.positions.data_ptr(), 1.0, self.tokens, self.threads,
@@ -198,7 +140,7 @@ class _Run:
         )  # fmt: skip
         _core.attention(self.kernels, job, cu.data_ptr(), cu.data_ptr(), cu.numel() - 1, self.threads)
 
-    def mlp(self, layer: _Layer, x: tuple[int, int]) -> tuple[int, int]:
+    def mlp(self, layer: PackedLayer, x: tuple[int, int]) -> tuple[int, int]:
         mlp, wide = layer.described.mlp, (self.rows["wide"][0], layer.up.n)
         self.linear(layer.up, x, wide, activation=None if mlp.gated else mlp.activation)
         if not mlp.gated:

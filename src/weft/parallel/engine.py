@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.attention import dropout_seed
 from weft.packed import spec
 from weft.packed.call import Inputs, Kept
-from weft.packed.engine import AttentionDropout
+from weft.packed.engine import AttentionDropout, runs_as_training
 from weft.parallel import training
 from weft.parallel.describe import Cuts, Described, cuts
 from weft.parallel.exchange import agree, gather
@@ -137,13 +137,8 @@ class ParallelEngine:
         return self._program[1]
 
     def is_differentiable(self, inputs: Inputs) -> bool:
-        """Whether a call runs as in training: with dropout, or with gradients."""
-        if self._module.training:
-            return True
-        if not torch.is_grad_enabled():
-            return False
-        vectors = inputs.vectors is not None and inputs.vectors.requires_grad
-        return vectors or any(t.requires_grad for t in spec.tensors((self.model, self.described.head)))
+        """Whether a call runs as in training."""
+        return runs_as_training(self._module, inputs, spec.tensors((self.model, self.described.head)))
 
     def __call__(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
         """Hidden states [T, width], the same on every rank; `kept` gets what it asks for, whole, too."""

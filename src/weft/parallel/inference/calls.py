@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from weft import _core
 from weft.kernels.cpu import thread_count
 from weft.packed import spec
-from weft.packed.forward import Dense
+from weft.packed.held import Dense
 from weft.packed.spec import NormKind
 from weft.parallel.inference.host_wire import Rows
 
@@ -45,5 +45,5 @@ class Calls:
         )  # fmt: skip
 
     def _add(self, a: Rows, b: Rows, out: Rows, rows: int) -> None:
-        order = self.program.in_order(rows).data_ptr()
+        order = self.program.tables.in_order(rows).data_ptr()
         _core.gather(self.kernels, self.code, [(*a, order), (*b, order)], out, rows, self.width, self.threads)

@@ -14,7 +14,7 @@ from weft.packed.call import Inputs
 from weft.parallel.inference.cache import RankCache
 
 if TYPE_CHECKING:
-    from weft.parallel.inference.program import PackedLayer
+    from weft.packed.held import PackedLayer
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from weft.kernels import PackedWeight
 from weft.kernels.cpu import ACTIVATIONS, empty
 from weft.overlap.functional import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from weft.packed import spec
-from weft.packed.forward import Dense
+from weft.packed.held import Dense, PackedLayer
 from weft.parallel.embedding import lookup
 from weft.parallel.exchange import agree, exchange
 from weft.parallel.inference.host_wire import Rows
@@ -28,7 +28,7 @@ from weft.parallel.share import Share, gather_rows
 
 if TYPE_CHECKING:
     from weft.parallel.inference.memory import Job
-    from weft.parallel.inference.program import PackedLayer, RankProgram
+    from weft.parallel.inference.program import RankProgram
 
 
 class NetworkWire:
@@ -68,7 +68,7 @@ class NetworkPass(Pass):
             )
         if embedding is None:
             return
-        at, order = (x.data_ptr(), self.width), self.program.in_order(self.rows)
+        at, order = (x.data_ptr(), self.width), self.program.tables.in_order(self.rows)
         indices = [take(index).contiguous() for index in self.inputs.indices[1:]]
         pairs = zip(embedding.tables[1:], indices, strict=True)
         tables = [(*at, order.data_ptr()), *((t.data_ptr(), t.stride(0), i.data_ptr()) for t, i in pairs)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from weft import _core
 from weft.kernels.cpu import ACTIVATIONS
 from weft.packed import spec
-from weft.packed.forward import Dense
+from weft.packed.held import Dense, PackedLayer
 from weft.packed.spec import NormOrder
 from weft.parallel.inference.calls import Calls
 from weft.parallel.inference.host_wire import CHUNK_ROWS, Fill, HostWire, Rows
@@ -27,7 +27,7 @@ from weft.parallel.inference.memory import Keys
 
 if TYPE_CHECKING:
     from weft.parallel.inference.memory import Job
-    from weft.parallel.inference.program import PackedLayer, RankProgram
+    from weft.parallel.inference.program import RankProgram
 
 
 class Pass(Calls):
@@ -69,7 +69,7 @@ class Pass(Calls):
 
     def _embed(self, embedding: spec.Embedding | None) -> None:
         x, rest = (self.memory.at("x"), self.width), []
-        order = self.program.in_order(self.rows)
+        order = self.program.tables.in_order(self.rows)
         if self.inputs.vectors is not None:
             vectors = self.inputs.vectors
             rest.append((vectors.data_ptr(), vectors.stride(0), order.data_ptr()))
@@ -156,7 +156,7 @@ class Pass(Calls):
         d, at = a.head_dim, self.memory.at("qkv") + first * n * self.size
         if a.rotary is not None:
             assert self.inputs.positions is not None
-            cos, sin = self.program.rotary_tables(a.rotary, self.inputs.farthest + 1)
+            cos, sin = self.program.tables.of_rotary(a.rotary, self.inputs.farthest + 1)
             _core.rotary(
                 self.kernels, self.code, (at, n), (at, n), a.heads + a.kv_heads, d, cos.data_ptr(), sin.data_ptr(),
                 self.inputs.positions.data_ptr() + 8 * first, 1.0, count, self.threads,

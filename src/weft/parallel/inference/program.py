@@ -12,7 +12,6 @@ own sequence only: not on the batch, nor on whether a token came in the prompt o
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,29 +21,13 @@ from weft.kernels.cpu import dtype_code, empty, isa
 from weft.overlap.context import timeout_of
 from weft.packed import spec
 from weft.packed.call import Inputs
-from weft.packed.forward import Dense, common_dtype
+from weft.packed.held import Dense, PackedLayer, Tables, common_dtype
 from weft.parallel.inference.cache import RankCache
 from weft.parallel.inference.host_wire import CHUNK_ROWS, HostWire
 from weft.parallel.inference.memory import Job, Memory
 from weft.parallel.inference.network import NetworkPass, NetworkWire
 from weft.parallel.inference.passes import Pass
 from weft.parallel.rank import RankModel
-
-
-@dataclass(frozen=True, eq=False)
-class PackedLayer:
-    """A layer in the form that the matmuls read."""
-
-    described: spec.Layer
-    qkv: Dense
-    out: Dense
-    up: Dense
-    down: Dense
-
-    @classmethod
-    def of(cls, layer: spec.Layer) -> PackedLayer:
-        attention, mlp = layer.attention, layer.mlp
-        return cls(layer, *(Dense.of(p) for p in (attention.qkv, attention.out, mlp.up, mlp.down)))
 
 
 class RankProgram:
@@ -61,8 +44,7 @@ class RankProgram:
         self.wire = _wire(model, self.dtype)
         everything = isinstance(self.wire, NetworkWire)  # is split among ranks, and not done in chunks
         self.memory = Memory(self.layers, model.transformer.width, self.dtype, None if everything else CHUNK_ROWS)
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
-        self._order = torch.empty(0, dtype=torch.int64)
+        self.tables = Tables()
         self._lock = threading.Lock()  # calls share the buffers
 
     def cache(self, *, slots: int, capacity: int) -> RankCache:
@@ -120,20 +102,6 @@ class RankProgram:
         if count:
             cache.reserve(int((past + job.lengths).max()))
         return job
-
-    def in_order(self, tokens: int) -> Tensor:
-        """0, 1, ... for at least `tokens` tokens, kept for the next call."""
-        if self._order.numel() < tokens:
-            self._order = torch.arange(tokens)
-        return self._order
-
-    def rotary_tables(self, rotary: spec.Rotary, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for at least `positions` positions, kept for the next call."""
-        tables = self._tables.get(id(rotary))
-        if tables is None or tables[0].shape[0] < positions:
-            size = positions if tables is None else max(positions, 2 * tables[0].shape[0])
-            tables = self._tables[id(rotary)] = rotary.tables(size)
-        return tables
 
 
 def _wire(model: RankModel, dtype: torch.dtype) -> HostWire | NetworkWire | None:
