@@ -139,7 +139,7 @@ def bound_seconds(place: Place, kind: Kind, load: Load, machine: Machine, gbps: 
         return max(size.train_flops(load.train_lengths) / machine.flops, sent * wire)
     if kind is Kind.PREFILL:
         return max(
-            size.forward_flops(load.prompt_lengths, head_rows=load.prompts) / machine.flops,
+            size.prefill_flops(load.prompt_lengths) / machine.flops,
             size.forward_bytes(sum(load.prompt_lengths), place.hosts) * wire,
         )
     step = max(

@@ -71,6 +71,16 @@ class ModelSize:
         matmuls = 2.0 * sum(lengths) * self.layers * self.layer_parameters + 2.0 * head_rows * self.head_parameters
         return matmuls + self.layers * sum(2.0 * n * n * self.width for n in lengths)
 
+    def prefill_flops(self, lengths: Sequence[int]) -> float:
+        """Of prompts up to the first new token of each: the last layer must give keys and values of all tokens, and the
+        rest for the last token of each prompt only.
+        """
+        prompts, tokens = len(lengths), sum(lengths)
+        others = replace(self, layers=self.layers - 1).forward_flops(lengths, head_rows=prompts)
+        keys = 2 * self.width * self.kv_heads * self.head_dim
+        last = 2.0 * tokens * keys + 2.0 * prompts * (self.layer_parameters - keys) + 4.0 * tokens * self.width
+        return others + last
+
     def train_flops(self, lengths: Sequence[int]) -> float:
         """Of a step."""
         return 3 * self.forward_flops(lengths, head_rows=sum(lengths))

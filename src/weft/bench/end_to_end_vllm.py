@@ -2,7 +2,7 @@
 
     python -m weft.bench.end_to_end_vllm MODEL_DIR [ROUNDS [compiled]]        prints JSON
 
-Each engine is a process in the environment that has vLLM (`make test-vllm` makes it), loaded once, and idle while
+Each engine is a process in the environment that has vLLM (`make test-vllm` makes it), loaded once, and stopped while
 another has its turn. Rates are tokens/s of medians over rounds; a row whose tokens differ from those of the first
 engine says so.
 """

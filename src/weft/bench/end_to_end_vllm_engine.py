@@ -61,7 +61,11 @@ class Answer:
 
 
 class Engine:
-    """A running engine. Leaving the `with` block ends its processes; `log` is what it wrote."""
+    """A running engine. Leaving the `with` block ends its processes; `log` is what it wrote.
+
+    Between two calls its processes are stopped: they would look for work in a loop for seconds, on the cores of whoever
+    has the next turn.
+    """
 
     def __init__(
         self,
@@ -95,12 +99,16 @@ class Engine:
     def wait_until_ready(self) -> Engine:
         """Returns when the model is loaded. Engines that are started together load at the same time."""
         self._hear(_START_SECONDS)
+        self._signal(signal.SIGSTOP)
         return self
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Answer:
         """Greedy tokens of each prompt, all prompts at once."""
+        self._signal(signal.SIGCONT)
         self._say({"prompts": [list(p) for p in prompts], "new_tokens": new_tokens})
-        return Answer(**self._hear(_ANSWER_SECONDS))
+        answer = Answer(**self._hear(_ANSWER_SECONDS))
+        self._signal(signal.SIGSTOP)
+        return answer
 
     @property
     def log(self) -> str:
@@ -131,14 +139,19 @@ class Engine:
     def close(self) -> None:
         """Ends the engine and all its processes."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with suppress(subprocess.TimeoutExpired, BrokenPipeError):
             self._process.stdin.close()
             self._process.wait(20.0)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
         self._answers.close()
         self._log.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To all processes of the engine."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def __enter__(self) -> Engine:
         return self
