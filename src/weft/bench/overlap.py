@@ -122,7 +122,7 @@ def run(options: Options) -> Report:
 
 def demo() -> list[Headline]:
     """The line of `weft demo`: a product that travels for as long as it is computed."""
-    return [_headline(_result(quick_cases()[0], flops_of_a_core(), 7))]
+    return [_headline(_result(quick_cases()[0], flops_of_a_core(), 5))]
 
 
 def _headline(result: Result) -> Headline:

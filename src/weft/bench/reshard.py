@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ def run(options: Options) -> Report:
 def demo() -> list[Headline]:
     """The line of `weft demo`: one tensor to every device of another mesh."""
     case = REPLICATE[-3]
-    outcome = _case(case, rounds=3)
+    outcome = _case(case, rounds=3, strategies=("send_recv", "optimal"))
     today, ours = outcome.measured.median("send_recv"), outcome.measured.median("optimal")
     what = f"reshard {case.name}, against send/recv"
     figure = _figure(case, outcome)
@@ -78,9 +78,9 @@ def _figure(case: ReshardCase, outcome: Outcome) -> Figure:
     return Figure(f"optimal: {case.name}", (predicted, happened), [note])
 
 
-def _case(case: ReshardCase, *, rounds: int) -> Outcome:
+def _case(case: ReshardCase, *, rounds: int, strategies: Iterable[str] = STRATEGIES) -> Outcome:
     with Cluster(case.hosts, case.devices, GBPS) as lab:
-        results = lab.run(measure_case, [case.spec()], list(STRATEGIES), GBPS, rounds, timeout=_RUN_TIMEOUT)
+        results = lab.run(measure_case, [case.spec()], list(strategies), GBPS, rounds, timeout=_RUN_TIMEOUT)
     assert results[0] is not None
     return results[0]
 
