@@ -46,7 +46,6 @@ def simulate(
     from weft.scale import Job, compare, find_gpu, find_model
     from weft.scale.job import Activations, Mode
     from weft.scale.lengths import find_lengths
-    from weft.scale.step import ALL
 
     for file in (json_file, timeline_file):
         check_folder(file)
@@ -73,6 +72,13 @@ def simulate(
     )
     found = compare(job)
     typer.echo(f"{headline(job)}\n{table(found)}\n{DECLARED}")
+    _write(job, found, json_file, timeline_file)
+
+
+def _write(job: Job, found: dict[str, Step], json_file: Path | None, timeline_file: Path | None) -> None:
+    """The figures of all cases, and the timeline of the one with all promises."""
+    from weft.scale.step import ALL
+
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(job, found), indent=1) + "\n", encoding="utf-8")
         typer.echo(f"wrote {json_file}", err=True)
