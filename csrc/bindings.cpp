@@ -8,6 +8,7 @@
 #include "cpu.h"
 #include "gemm.h"
 #include "memory.h"
+#include "sample.h"
 #include "signal.h"
 #include "threads.h"
 
@@ -71,6 +72,9 @@ NB_MODULE(_core, m) {
   m.def("linear", &call_linear, "Returns -1, or the block of rows that was not ready in time.");
   m.def("fma_loop", &fma_loop, nb::call_guard<nb::gil_scoped_release>());
 
+  m.def("sample", [](Address starts, Address bytes, int64_t count) {
+    return sample(at<int64_t>(starts), at<int64_t>(bytes), count);
+  });
   m.def("advise_huge", [](Address start, size_t bytes) { advise_huge(at<void>(start), bytes); });
 
   m.def("counter_add", [](Address counter, int32_t value) { counter_add(at<int32_t>(counter), value); });

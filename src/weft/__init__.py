@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from weft import reshard as reshard
     from weft.errors import PeerLost, PeerMismatch, PeerTimeout
     from weft.kernels import PackedWeight, linear
+    from weft.kernels.freshness import refresh
     from weft.layout import Layout, Mesh
     from weft.overlap import (
         ColwiseOverlap,
@@ -37,6 +38,7 @@ __version__ = version("weft")
 _HOME = {
     "weft.errors": ("PeerLost", "PeerMismatch", "PeerTimeout"),
     "weft.kernels": ("PackedWeight", "linear"),
+    "weft.kernels.freshness": ("refresh",),
     "weft.layout": ("Layout", "Mesh"),
     "weft.overlap": (
         "ColwiseOverlap",
@@ -82,6 +84,7 @@ __all__ = [
     "parallelize",
     "plan_overlap",
     "plan_reshard",
+    "refresh",
     "reshard",
     "reshard_state_dict",
     "schedule",

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from weft.kernels import cpu
 from weft.kernels.dispatch import kernels_for, layout_on
+from weft.kernels.freshness import Stamp
 from weft.kernels.tiles import Ready, Rows, TileOutput, TileSchedule
 
 
@@ -37,7 +38,7 @@ class PackedWeight:
     k: int
     isa: str
     source: Tensor | None = None
-    source_version: int | None = None
+    stamp: Stamp | None = None
 
     @classmethod
     def from_dense(cls, w: Tensor, *, isa: str = "", threads: int = 0) -> PackedWeight:
@@ -51,18 +52,26 @@ class PackedWeight:
             raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
         isa = isa or layout_on(w.device.type, w.dtype)
         source = w if w.requires_grad else None
+        stamp = _stamp(source)  # before it is packed: a write in between must show
         dense = w.detach()
         # The first call of any op imports half of torch; a plain tensor needs none of it.
         data = kernels_for(dense).pack(dense, isa, threads) if _is_plain(dense) else _pack(dense, isa, threads)
-        return cls._of(data, w.shape[0], w.shape[1], isa, source)
+        return cls(data, w.shape[0], w.shape[1], isa, source, stamp)
 
     @classmethod
     def _of(cls, data: Tensor, n: int, k: int, isa: str, source: Tensor | None) -> PackedWeight:
-        watched = source is not None and not source.is_inference()
-        return cls(data, n, k, isa, source, source._version if source is not None and watched else None)
+        return cls(data, n, k, isa, source, _stamp(source))
 
-    def __reduce__(self) -> tuple[object, ...]:  # a copy of `source` counts its versions anew
+    def __reduce__(self) -> tuple[object, ...]:  # a copy of `source` lies elsewhere
         return (PackedWeight._of, (self.data, self.n, self.k, self.isa, self.source))
+
+    def checked_source(self) -> Tensor | None:
+        """`source`, which has not changed since: else ValueError. Inside a compiled function nobody looks."""
+        if self.source is None or self.stamp is None or torch.compiler.is_compiling():
+            return self.source
+        if self.stamp.is_broken([self.source]):
+            raise ValueError(f"the dense weight changed after {self!r} was packed; pack it again with from_dense")
+        return self.source
 
     def to_dense(self) -> Tensor:
         """A new contiguous tensor [N, K] with the packed values."""
@@ -112,7 +121,7 @@ def linear(
         raise ValueError(f"x must have shape [..., {weight.k}] for a weight {weight!r}, got {list(x.shape)}")
     if not (x.is_cpu or torch.compiler.is_compiling()):
         kernels_for(x)  # raises where there are none: a meta tensor would pass for a fake one
-    source = _fresh(weight)
+    source = weight.checked_source()
     rows, added = _as_matrix(x), None if residual is None else _as_matrix(residual)
     if out is not None or schedule is not None or ready is not None or done is not None:
         return _executor_call(x, rows, weight, bias, activation, added, out, threads, schedule, done, ready)
@@ -155,7 +164,7 @@ def linear_tiles(
     k = x.k if isinstance(x, Rows) else x.shape[-1]
     if k != weight.k:
         raise ValueError(f"x must have {weight.k} columns for a weight {weight!r}, got {k}")
-    _fresh(weight)
+    weight.checked_source()
     kernels_for(weight.data).linear(
         x, weight.data, weight.n, out=out, bias=bias, activation=activation, isa_name=weight.isa,
         threads=threads, schedule=schedule, done=done, ready=ready,
@@ -215,13 +224,9 @@ def _is_plain(*tensors: Tensor | None) -> bool:
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def _fresh(weight: PackedWeight) -> Tensor | None:
-    source = weight.source
-    if source is None or weight.source_version is None or torch.compiler.is_compiling():
-        return source
-    if source._version != weight.source_version:
-        raise ValueError(f"the dense weight changed after {weight!r} was packed; pack it again with from_dense")
-    return source
+def _stamp(source: Tensor | None) -> Stamp | None:
+    """None inside a transform or a trace: what is packed there lives no longer than that."""
+    return None if source is None or not _is_plain(source.detach()) else Stamp.of([source])
 
 
 # Ops of their own, so that a compiled backward can pack gradients and unpack weights.

@@ -59,8 +59,20 @@ def all_gather_matmul(
     total = x_shard.shape[0] * group.size() if m is None else m
     _check_shard(x_shard.shape[0], total, group)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_shard, weight))
-    op = ops.run_all_gather_matmul if _is_plain(x_shard, weight, bias) else ops.all_gather_matmul
-    y: Tensor = op(x_shard, weight, packed, bias, total, n, isa, group.group_name, _text(plan), keep)[0]
+    plain = _is_plain(x_shard, weight, bias)
+    op = ops.run_all_gather_matmul if plain else ops.all_gather_matmul
+    y: Tensor = op(
+        x_shard,
+        _untrained(weight) if plain else weight,
+        packed,
+        bias,
+        total,
+        n,
+        isa,
+        group.group_name,
+        _text(plan),
+        keep,
+    )[0]
     return y
 
 
@@ -123,7 +135,8 @@ def matmul_all_to_all(
     promised = -1 if rows is None else rows
     plain = _is_plain(x, weight, bias, destinations)
     op = ops_all_to_all.run_matmul_all_to_all if plain else ops_all_to_all.matmul_all_to_all
-    y: Tensor = op(x, weight, packed, bias, destinations, promised, n, isa, group.group_name, _text(plan))[0]
+    dense = _untrained(weight) if plain else weight
+    y: Tensor = op(x, dense, packed, bias, destinations, promised, n, isa, group.group_name, _text(plan))[0]
     return y
 
 
@@ -132,8 +145,11 @@ def _reduce(
 ) -> Tensor:
     weight, packed, n, k, isa = _weight(w)
     _check("x", x, k, weight if packed is None else packed, bias, n)
-    run = ops.run_matmul_reduce if _is_plain(x, weight, bias) else ops.matmul_reduce
-    y: Tensor = run(x, weight, packed, bias, op.value, n, isa, group.group_name, _text(plan))
+    plain = _is_plain(x, weight, bias)
+    run = ops.run_matmul_reduce if plain else ops.matmul_reduce
+    y: Tensor = run(
+        x, _untrained(weight) if plain else weight, packed, bias, op.value, n, isa, group.group_name, _text(plan)
+    )
     return y
 
 
@@ -147,6 +163,11 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     )
 
 
+def _untrained(weight: Tensor | None) -> Tensor | None:
+    """The weight as one that no gradient flows to in this call, so that its packed form is kept."""
+    return None if weight is None else weight.detach()
+
+
 def _text(plan: OverlapPlan | str | None) -> str:
     return "" if plan is None else str(plan)
 
@@ -154,10 +175,7 @@ def _text(plan: OverlapPlan | str | None) -> str:
 def _weight(w: Weight) -> tuple[Tensor | None, Tensor | None, int, int, str]:
     """(dense, packed, N, K, instruction set): dense where there is one, packed where the caller did that."""
     if isinstance(w, PackedWeight):
-        changed = not torch.compiler.is_compiling() and w.source is not None and w.source._version != w.source_version
-        if changed:
-            raise ValueError(f"the dense weight changed after {w!r} was packed; pack it again with from_dense")
-        return w.source, w.data, w.n, w.k, w.isa
+        return w.checked_source(), w.data, w.n, w.k, w.isa
     if w.dim() != 2:
         raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
     return w, None, w.shape[0], w.shape[1], ""

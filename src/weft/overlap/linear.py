@@ -46,7 +46,6 @@ class ColwiseLinear(nn.Linear):
     """A linear layer whose weight is sharded by rows of w, its input by sequence or not. `ColwiseOverlap` makes it."""
 
     overlap_layout: Layout
-    packed_version: int
 
     def forward(self, input: Tensor) -> Tensor:
         layout = self.overlap_layout
@@ -66,7 +65,6 @@ class RowwiseLinear(nn.Linear):
     """A linear layer whose weight and input are sharded by columns. `RowwiseOverlap` makes it."""
 
     overlap_layout: Layout
-    packed_version: int
 
     def forward(self, input: Tensor) -> Tensor:
         layout = self.overlap_layout
@@ -141,23 +139,15 @@ def _become(module: nn.Module, kind: type[ColwiseLinear | RowwiseLinear], layout
     layer = cast(Any, module)
     layer.__class__ = kind
     layer.overlap_layout = layout
-    layer.packed_version = -1
     return module
 
 
 def _weight(layer: ColwiseLinear | RowwiseLinear) -> Tensor | PackedWeight:
-    """This rank's part of the weight, such that a change of it is noticed.
-
-    An optimiser that writes to a DTensor counts up the version of that, but not of the tensor inside, by which
-    packed weights are kept. A compiled graph cannot look at versions: there the weight is packed in every call.
-    """
-    if torch.compiler.is_compiling():
-        local = _local(layer.weight)
-        return PackedWeight(torch.ops.weft.pack(local.detach(), "", 0), local.shape[0], local.shape[1], "", local)
-    if layer.packed_version != layer.weight._version:
-        layer.packed_version = layer.weight._version
-        torch.autograd.graph.increment_version(cast(DTensor, layer.weight)._local_tensor)
-    return _local(layer.weight)
+    """This rank's part of the weight. A compiled graph cannot look for changes: there it is packed in every call."""
+    local = _local(layer.weight)
+    if not torch.compiler.is_compiling():
+        return local
+    return PackedWeight(torch.ops.weft.pack(local.detach(), "", 0), local.shape[0], local.shape[1], "", local)
 
 
 def _local(parameter: Tensor, gradient: Partial | None = None) -> Tensor:

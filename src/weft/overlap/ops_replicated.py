@@ -24,7 +24,7 @@ def replicated_matmul(
     x: Tensor, w: Tensor | PackedWeight, *, group: ProcessGroup, bias: Tensor | None = None
 ) -> Tensor:
     """y_r = x w_r^T + bias_r: x [M, K], w_r [N_r, K], bias_r [N_r] -> [M, N_r]."""
-    weight, packed, isa = (w.source, w.data, w.isa) if isinstance(w, PackedWeight) else (w, None, "")
+    weight, packed, isa = (w.checked_source(), w.data, w.isa) if isinstance(w, PackedWeight) else (w, None, "")
     n = w.n if isinstance(w, PackedWeight) else w.shape[0]
     y: Tensor = _replicated(x, weight, packed, bias, n, isa, group.group_name)
     return y

@@ -28,7 +28,9 @@ _TAG = 1
 def measure_curves(group: Group) -> Curves:
     """The curves of a group, the same on all ranks. Collective."""
     topology = Topology(group.hosts)
-    x, w = torch.randn(_MATMUL[0], _MATMUL[1]), pack(torch.randn(_MATMUL[2], _MATMUL[1]))
+    own = torch.Generator()  # the caller's random numbers stay as they are
+    x = torch.randn(_MATMUL[0], _MATMUL[1], generator=own)
+    w = pack(torch.randn(_MATMUL[2], _MATMUL[1], generator=own))
     group.barrier("probe of the matmul")
 
     def matmul() -> None:

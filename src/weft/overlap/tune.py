@@ -67,7 +67,9 @@ def _call(shape: Shape, group: ProcessGroup) -> Callable[[OverlapPlan], Tensor]:
     if shape.op is Op.ALL_GATHER:
         bounds = OverlapPlan(shape.op, shape.m, 1, 1, shape.dtype, tuple(range(group.size()))).shard_bounds
         rows = bounds[group.rank() + 1] - bounds[group.rank()]
-    x, w = torch.randn(rows, shape.k).to(dtype), pack(torch.randn(shape.n, shape.k).to(dtype))
+    own = torch.Generator()  # the caller's random numbers stay as they are
+    x = torch.randn(rows, shape.k, generator=own).to(dtype)
+    w = pack(torch.randn(shape.n, shape.k, generator=own).to(dtype))
     if shape.op is Op.ALL_GATHER:
         return lambda plan: all_gather_matmul(x, w, group=group, m=shape.m, plan=plan)
     if shape.op is Op.REDUCE_SCATTER:

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.kernels import PackedWeight
+from weft.kernels.freshness import Stamp
 
 
 @dataclass(frozen=True)
 class _Entry:
     storage: Any  # StorageWeakRef, which has no types
-    version: int
+    stamp: Stamp
     packed: PackedWeight
 
 
@@ -25,11 +26,10 @@ def pack(dense: Tensor) -> PackedWeight:
 
 
 class WeightCache:
-    """Packs a plain weight on its first use, and again when its version has changed: once a training step.
+    """Packs a plain weight on its first use in inference, and again when it has changed; in training, in every call.
 
-    It goes by memory and version counter, not by the tensor object: a module may hand over a new view of its weight
-    in every call (DTensor does). A write through `.data` or from C does not count up the version, as with autograd;
-    whoever writes so makes a PackedWeight.
+    It goes by memory, not by the tensor object: a module may hand over a new view of its weight in every call (DTensor
+    does). `weft.kernels.freshness` says what counts as a change.
     """
 
     def __init__(self) -> None:
@@ -37,16 +37,20 @@ class WeightCache:
         self._lock = threading.Lock()
 
     def packed(self, w: Tensor, *, transposed: bool = False) -> PackedWeight:
-        """w [N, K], or its transpose, in packed form. `w` must not be written to meanwhile."""
+        """w [N, K], or its transpose, in packed form. `w` must not be written to meanwhile.
+
+        A weight that requires a gradient is being trained: whoever wants no gradient hands it over detached.
+        """
         dense = w.detach().t() if transposed else w.detach()
-        if w.is_inference():  # made in inference mode: it has no version that could tell of a change
+        if w.requires_grad:
             return pack(dense)
         storage = w.untyped_storage()
         key = (storage._cdata, w.storage_offset(), w.shape, w.stride(), w.dtype, transposed)
         with self._lock:
             found = self._entries.get(key)
-        if found is not None and found.version == w._version and not found.storage.expired():
+        if found is not None and not found.storage.expired() and found.stamp.holds([w]):
             return found.packed
+        stamp = Stamp.of([w])  # before it is packed: a write in between must show
         packed = pack(dense)
         if packed.data.data_ptr() == dense.data_ptr():  # the same memory, which an entry here would keep for ever
             return packed
@@ -54,5 +58,5 @@ class WeightCache:
             for gone in [k for k, e in self._entries.items() if e.storage.expired()]:
                 del self._entries[gone]
             weak: Any = StorageWeakRef
-            self._entries[key] = _Entry(weak(storage), w._version, packed)
+            self._entries[key] = _Entry(weak(storage), stamp, packed)
         return packed
