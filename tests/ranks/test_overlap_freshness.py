@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -32,6 +32,10 @@ class Mlp(nn.Module):
 
 def overlapped() -> dict:
     return {"up": ColwiseOverlap(input_layouts=Replicate()), "down": RowwiseOverlap(output_layouts=Replicate())}
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh, styles: dict) -> None:
+    weft.parallelize(module, mesh, plan=styles)
 
 
 def of_torch() -> dict:
@@ -63,10 +67,10 @@ def train_under_fsdp(kind: str, size: int, shards: int) -> None:
     torch.manual_seed(0)
     start = nn.Sequential(Mlp(), Mlp())
     results = []
-    for styles in (of_torch(), overlapped()):
+    for share, styles in ((parallelize_module, of_torch()), (parallelize, overlapped())):
         model = copy.deepcopy(start)
         for mlp in model:
-            parallelize_module(mlp, mesh["tensor"], styles)
+            share(mlp, mesh["tensor"], styles)
             if shards > 1:
                 fully_shard(mlp, mesh=mesh["data"])
         if shards > 1:
