@@ -137,7 +137,7 @@ class Trace:
 
     def gather(self, *, group: ProcessGroup, device: str = "cpu") -> Timeline:
         """All ranks' timelines on rank 0's clock; every rank of the group calls it and gets it."""
-        from weft.timeline import clocks
+        from weft.comm import clocks  # which is built on this
 
         return clocks.gather(self.timeline, group=group, device=device)
 

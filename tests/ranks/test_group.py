@@ -14,7 +14,7 @@ from harness import run_ranks
 
 import weft.comm.group
 from weft.comm import Group, PeerLost
-from weft.comm.group import _differences
+from weft.comm.group import differences
 from weft.comm.rendezvous import store_of
 from weft.errors import PeerMismatch, PeerTimeout, WeftError
 
@@ -52,7 +52,7 @@ def test_examples() -> None:
 def test_a_mismatch_shows_the_first_line_that_differs(texts: list[str], sides: list[str]) -> None:
     head, *lines = sides
     expected = f"ranks are about to do different things{head}" + "".join(f"\n  {line}" for line in lines)
-    assert _differences(texts) == expected
+    assert differences(texts) == expected
 
 
 # Messages ---------------------------------------------------------------------------------------------------

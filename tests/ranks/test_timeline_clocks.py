@@ -9,7 +9,8 @@ import torch.distributed as dist
 from harness import run_ranks
 
 from weft import tracing
-from weft.timeline import Timeline, clocks
+from weft.comm import clocks
+from weft.timeline import Timeline
 
 RANKS, SKEW, NOBODY = 3, 1000.0, -1
 
@@ -22,7 +23,7 @@ def gather(skewed: int) -> tuple[str, clocks.Offset]:
     if rank == skewed:
         real = time.perf_counter
         time.perf_counter = tracing.now = lambda: real() + SKEW  # type: ignore[assignment]
-        clocks._clock_id = lambda: [rank] * 16
+        clocks._clock_id = lambda: f"clock {rank}"
     with tracing.trace(name="gathered") as t:
         dist.barrier(group)
         with tracing.span("other", f"nap of {rank}", lane="main"):

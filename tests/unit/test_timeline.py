@@ -154,7 +154,6 @@ def test_an_empty_timeline_has_figures_and_a_drawing() -> None:
         "timeline.summary",
         "timeline.text",
         "timeline.value",
-        "timeline.clocks",
         "tracing",
     ],
 )

@@ -59,8 +59,8 @@ class Systems:
         out, into = torch.zeros(nbytes, dtype=torch.uint8), [torch.empty(nbytes, dtype=torch.uint8) for _ in peers]
 
         def exchange() -> None:
-            transfers = [group.recv(data, peer, tag=1) for data, peer in zip(into, peers, strict=True)]
-            transfers += [group.send(out, peer, tag=1) for peer in peers]
+            transfers = [group.recv(data, peer) for data, peer in zip(into, peers, strict=True)]
+            transfers += [group.send(out, peer) for peer in peers]
             for transfer in transfers:
                 transfer.wait(what="the wire alone")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from torch.distributed import ProcessGroup
+
+from weft._torch import group_timeout
 from weft.errors import LONGEST_SECONDS
 
 
@@ -33,3 +36,8 @@ class Deadline:
     def left(self) -> float:
         """Seconds until the deadline; 0.0 when it has passed."""
         return max(0.0, self.end - time.monotonic())
+
+
+def timeout_of(pg: ProcessGroup, device: str = "cpu") -> float:
+    """The group's own timeout, seconds: the one that it was made with is the deadline of every call on it."""
+    return group_timeout(pg, device)

@@ -26,12 +26,11 @@ from torch.distributed import ProcessGroup, Work
 
 from weft.comm.deadline import Deadline
 from weft.comm.hosts import hosts_of
+from weft.comm.tags import CLAIM_BYTES, DEFAULT_TAG, FIRST_TAG, Lease, Line, Mark, Tag, ledger_of, turn
+from weft.comm.tell import MOST_BYTES, swap, tell
 from weft.errors import PeerLost, PeerMismatch, PeerTimeout
 
-# Tags from here on are for weft's own messages.
-_TAG_LIMIT = 1 << 30
-_AGREE_TAG = _TAG_LIMIT
-_LENGTH_BYTES = 8
+_DIGEST_BYTES = 32
 
 
 class Transfer:
@@ -83,7 +82,8 @@ class Group:
         there.wait(what="step 1 of the ring")
     """
 
-    def __init__(self, pg: ProcessGroup, *, timeout: float) -> None:
+    def __init__(self, pg: ProcessGroup, *, timeout: float, line: Line = Line.GROUP) -> None:
+        """`line` is that of `agree`, `barrier` and `tell`, unless they are told another one."""
         backends = dist.get_backend_config(pg)
         if "cpu:" not in backends:
             raise ValueError(
@@ -92,42 +92,68 @@ class Group:
             )
         self.pg = pg
         self.rank, self.size = pg.rank(), pg.size()
-        self.timeout = timeout
+        self.timeout, self.line = timeout, line
         self.hosts = hosts_of(pg, timeout=timeout)
 
-    def send(self, tensor: Tensor, dst: int, *, tag: int = 0) -> Transfer:
+    def send(self, tensor: Tensor, dst: int, *, tag: int = DEFAULT_TAG) -> Transfer:
         """Starts to send `tensor` to rank `dst`, as bytes: any dtype and shape, contiguous.
 
         It meets the `recv` with the same tag, in order among equal tags (NCCL has no tags: in order
         altogether). A tensor without elements is not sent, just as `recv` does not wait for one.
         """
         self._check(dst, tag)
-        return self._send(_as_bytes(tensor), dst, tag)
+        return self._start(self.pg.send, _as_bytes(tensor), dst, tag, f"send to rank {dst}")
 
-    def recv(self, tensor: Tensor, src: int, *, tag: int = 0) -> Transfer:
+    def recv(self, tensor: Tensor, src: int, *, tag: int = DEFAULT_TAG) -> Transfer:
         """Starts to receive into `tensor`, contiguous, from rank `src`, which sends as many bytes."""
         self._check(src, tag)
-        return self._recv(_as_bytes(tensor), src, tag)
+        return self._start(self.pg.recv, _as_bytes(tensor), src, tag, f"receive from rank {src}")
 
-    def agree(self, what: str, value: str, *, timeout: float | None = None) -> None:
+    def agree(self, what: str, value: str, *, timeout: float | None = None, line: Line | None = None) -> None:
         """Returns when all ranks are here with the same `what` and `value`: a text of what they will do.
 
         `PeerMismatch`, on every rank, when they differ: it names the ranks and what they said. Only hashes
-        travel while ranks agree; it is also a barrier.
+        travel while ranks agree; it is also a barrier. Agreements of one `line` come in the same order on all ranks;
+        those of different lines are independent.
+        """
+        line, deadline = line or self.line, Deadline.after(self.timeout if timeout is None else timeout)
+        with turn(self.pg, line.title, deadline):
+            self._agree(what, value, line, deadline)
+
+    def lease(self, what: str, value: str, *, tags: int, line: Line, timeout: float | None = None) -> Lease:
+        """`agree`, and `tags` tags for what all ranks are about to do, until each releases them.
+
+        `WeftError`, on every rank, when too much is under way already.
         """
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
-        mine = f"{what}: {value}".encode()
-        digest = len(mine).to_bytes(_LENGTH_BYTES, "big") + hashlib.sha256(mine).digest()
-        digests = self._exchange(digest, [len(digest)] * self.size, deadline=deadline, what=f"agreement on {what}")
-        if all(other == digest for other in digests):
-            return
-        lengths = [int.from_bytes(other[:_LENGTH_BYTES], "big") for other in digests]
-        texts = self._exchange(mine, lengths, deadline=deadline, what=f"the mismatch in {what}")
-        raise PeerMismatch(_differences([text.decode() for text in texts]))
+        with turn(self.pg, line.title, deadline):
+            return ledger_of(self.pg, line).lease(self._agree(what, value, line, deadline), tags)
 
-    def barrier(self, what: str = "barrier", *, timeout: float | None = None) -> None:
+    def tell(
+        self, what: str, mine: str, *, timeout: float | None = None, line: Line | None = None, most: int = MOST_BYTES
+    ) -> list[str]:
+        """What each rank gave as `mine`, a text of up to `most` bytes, in rank order. Collective."""
+        line, deadline = line or self.line, Deadline.after(self.timeout if timeout is None else timeout)
+        with turn(self.pg, line.title, deadline):
+            found = tell(self, mine.encode(), tag=line.mark(Mark.TEXT), deadline=deadline, what=what, most=most)
+        return [as_text(data, what, rank) for rank, data in enumerate(found)]
+
+    def barrier(self, what: str = "barrier", *, timeout: float | None = None, line: Line | None = None) -> None:
         """Returns when all ranks are here; `PeerMismatch` when one of them is at an `agree` instead."""
-        self.agree("barrier", what, timeout=timeout)
+        self.agree("barrier", what, timeout=timeout, line=line)
+
+    def _agree(self, what: str, value: str, line: Line, deadline: Deadline) -> list[bytes]:
+        """Compares, and returns what each rank claims of the line's tags."""
+        mine = f"{what}: {value}".encode()
+        digest = hashlib.sha256(mine).digest()
+        word, size = digest + ledger_of(self.pg, line).claim(), _DIGEST_BYTES + CLAIM_BYTES
+        about, tag = f"agreement on {what}", line.mark(Mark.DIGEST)
+        words = swap(self, word, [size] * self.size, tag=tag, deadline=deadline, what=about)
+        if any(word[:_DIGEST_BYTES] != digest for word in words):
+            about = f"the mismatch in {what}"
+            texts = tell(self, mine[:MOST_BYTES], tag=line.mark(Mark.TEXT), deadline=deadline, what=about)
+            raise PeerMismatch(differences([as_text(text, about, rank) for rank, text in enumerate(texts)]))
+        return [word[_DIGEST_BYTES:] for word in words]
 
     def _check(self, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
@@ -135,17 +161,11 @@ class Group:
                 f"peer is rank {peer}, expected 0 to {self.size - 1} except this rank, {self.rank}; "
                 "ranks count within the group"
             )
-        if not 0 <= tag < _TAG_LIMIT:
-            raise ValueError(f"tag is {tag}, expected 0 <= tag < {_TAG_LIMIT}; higher ones are weft's own")
+        if not 0 <= tag < FIRST_TAG and type(tag) is not Tag:
+            raise ValueError(f"tag is {tag}, expected 0 <= tag < {FIRST_TAG}; higher ones are weft's own")
 
     # Straight to the process group: dist.isend and dist.irecv check again what is checked here, and cost as much
     # as the message itself where it is short.
-    def _send(self, data: Tensor, dst: int, tag: int) -> Transfer:
-        return self._start(self.pg.send, data, dst, tag, f"send to rank {dst}")
-
-    def _recv(self, data: Tensor, src: int, tag: int) -> Transfer:
-        return self._start(self.pg.recv, data, src, tag, f"receive from rank {src}")
-
     def _start(self, call: Callable[..., Work], data: Tensor, peer: int, tag: int, route: str) -> Transfer:
         if data.numel() == 0:
             return Transfer(None, route=route, timeout=self.timeout)
@@ -153,18 +173,6 @@ class Group:
             return Transfer(call([data], peer, tag), route=route, timeout=self.timeout)
         except RuntimeError as error:
             raise _lost(route, error) from error
-
-    def _exchange(self, mine: bytes, sizes: Sequence[int], *, deadline: Deadline, what: str) -> list[bytes]:
-        """What each rank gave as `mine`, `sizes[rank]` bytes; directly, so that a timeout can name it."""
-        outgoing = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        incoming = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        incoming[self.rank] = outgoing
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        transfers = [self._recv(incoming[peer], peer, _AGREE_TAG) for peer in peers]
-        transfers += [self._send(outgoing, peer, _AGREE_TAG) for peer in peers]
-        for transfer in transfers:
-            transfer.wait_until(deadline, what=what)
-        return [data.numpy().tobytes() for data in incoming]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -179,6 +187,18 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def as_text(data: bytes, what: str, rank: int) -> str:
+    """What a rank said, once it is a text.
+
+    >>> as_text(b"four steps", "a plan", 1)
+    'four steps'
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise PeerMismatch(f"rank {rank} sent {len(data)} bytes as {what}, expected UTF-8: {error}") from error
+
+
 def _lost(what: str, error: RuntimeError) -> PeerLost:
     reason = str(error).splitlines()[0]
     return PeerLost(
@@ -187,10 +207,10 @@ def _lost(what: str, error: RuntimeError) -> PeerLost:
     )
 
 
-def _differences(texts: Sequence[str]) -> str:
+def differences(texts: Sequence[str]) -> str:
     """Who says what, at the first line that is not the same on all ranks.
 
-    >>> print(_differences(["plan: 4 steps", "plan: 5 steps", "plan: 4 steps"]))
+    >>> print(differences(["plan: 4 steps", "plan: 5 steps", "plan: 4 steps"]))
     ranks are about to do different things:
       rank 0, 2: plan: 4 steps
       rank 1: plan: 5 steps

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from weft.comm.deadline import Deadline
-from weft.comm.rendezvous import Meeting
+from weft.comm.rendezvous import meeting
 
 
 def host_id() -> str:
@@ -42,5 +42,5 @@ def hosts_of(pg: ProcessGroup, *, timeout: float, store: Store | None = None) ->
 
     `store` is for groups that torch.distributed does not know; it must be private to this group.
     """
-    meeting = Meeting(pg, "hosts", ("enter",), deadline=Deadline.after(timeout), store=store)
-    return number_hosts(meeting.gather("enter", host_id()))
+    with meeting(pg, "hosts", ("enter",), deadline=Deadline.after(timeout), store=store) as held:
+        return number_hosts(held.gather("enter", host_id()))

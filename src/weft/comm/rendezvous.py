@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
+from weft._torch import group_store
 from weft.comm.deadline import Deadline
+from weft.comm.tags import turn
 from weft.errors import PeerLost, PeerTimeout
 
 T = TypeVar("T")
@@ -30,17 +32,23 @@ _GRACE_SECONDS = 1.0
 
 
 def store_of(pg: ProcessGroup) -> Store:
-    """The store that `pg` was made with, under the group's own prefix.
-
-    torch has had a public `ProcessGroup.get_group_store` only since 2.8; this is what 2.6 to 2.13 share.
-    """
+    """The store that `pg` was made with, under the group's own prefix."""
     try:
-        return dist.distributed_c10d._get_process_group_store(pg)
+        return group_store(pg)
     except KeyError:
         raise ValueError(
             "the process group is not registered with torch.distributed, so its store is unknown; "
             "pass store=, or make the group with init_process_group or new_group"
         ) from None
+
+
+@contextmanager
+def meeting(
+    pg: ProcessGroup, name: str, steps: Sequence[str], *, deadline: Deadline, store: Store | None
+) -> Iterator[Meeting]:
+    """A meeting of all ranks of `pg`; another one of this name waits until it is over on this rank."""
+    with turn(pg, name, deadline):
+        yield Meeting(pg, name, steps, deadline=deadline, store=store)
 
 
 class Meeting:

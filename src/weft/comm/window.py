@@ -27,8 +27,9 @@ from torch.distributed.distributed_c10d import Store
 
 from weft.comm.deadline import Deadline
 from weft.comm.hosts import host_id
-from weft.comm.rendezvous import Meeting
+from weft.comm.rendezvous import Meeting, meeting
 from weft.comm.signal import Counters
+from weft.comm.tags import Line
 from weft.errors import PeerMismatch, WeftError
 
 _NAME = "weft-window"
@@ -96,23 +97,23 @@ class Window:
         timeout: float,
         counters_per_rank: int = 0,
         store: Store | None = None,
+        line: Line = Line.GROUP,
     ) -> Window:
         """Makes a window of `bytes_per_rank` data bytes and `counters_per_rank` counters for each rank.
 
         Collective over `pg`, with the same sizes on all ranks (`PeerMismatch` otherwise). All ranks get their
         window or none does: a rank that cannot map it, or does not answer within `timeout` seconds, ends the
         call on all ranks. `store` is for groups that torch.distributed does not know; it must be private to
-        this group.
+        this group. Windows of one `line` are made in the same order on all ranks.
         """
-        meeting = Meeting(
-            pg, "window creation", ("enter", "offer", "mapped"), deadline=Deadline.after(timeout), store=store
-        )
-        host = host_id()
-        entries = meeting.gather("enter", [host, index(bytes_per_rank), index(counters_per_rank)])
-        _check_sizes([entry[1:] for entry in entries], meeting.rank)
-        ranks = tuple(rank for rank, entry in enumerate(entries) if entry[0] == host)
-        segments = Segments(bytes_per_rank, counters_per_rank, len(ranks))
-        return cls(_share(meeting, ranks, segments.total), segments, rank=meeting.rank, ranks=ranks)
+        name, steps = f"window creation for {line.title}", ("enter", "offer", "mapped")
+        with meeting(pg, name, steps, deadline=Deadline.after(timeout), store=store) as held:
+            host = host_id()
+            entries = held.gather("enter", [host, index(bytes_per_rank), index(counters_per_rank)])
+            _check_sizes([entry[1:] for entry in entries], held.rank)
+            ranks = tuple(rank for rank, entry in enumerate(entries) if entry[0] == host)
+            segments = Segments(bytes_per_rank, counters_per_rank, len(ranks))
+            return cls(_share(held, ranks, segments.total), segments, rank=held.rank, ranks=ranks)
 
     @property
     def local(self) -> Tensor:

@@ -8,13 +8,15 @@ no time to speak of, because the matmul runs meanwhile, and it is what makes buf
 The meeting has two halves, so that a rank can work between them: `post` tells, `confirm` hears.
 
 If anybody differs, everybody notices, for a rank whose digest all others share cannot exist. Then all exchange texts
-and raise PeerMismatch, which names both sides. No data has moved.
+and raise PeerMismatch, which names both sides. No data has moved. Where they differ only in the plan, and nobody was
+given one, it is `PlansDiffer`: a rank has heard of a plan a moment before another. All take rank 0's, and call again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,9 +26,12 @@ from torch import Tensor
 
 from weft.comm import Counters, Group, Transfer, Window
 from weft.comm.deadline import Deadline
+from weft.comm.group import differences
+from weft.comm.tags import Mark
+from weft.comm.tell import swap_tensors
+from weft.errors import PeerMismatch
 
 _DIGEST_BYTES = 16
-_HEADER_TAG, _COUNTS_TAG = (1 << 30) - 2, (1 << 30) - 1  # above all tags of messages with data
 
 
 @lru_cache(maxsize=4096)
@@ -39,11 +44,32 @@ def _as_memory(data: Tensor) -> memoryview:
     return memoryview(array)
 
 
+class PlansDiffer(PeerMismatch):
+    """On all ranks: they ask for the same matmul and know different plans of their group for it."""
+
+    def __init__(self, plan: str) -> None:
+        super().__init__(f"ranks know different plans of their group; rank 0 follows {plan or 'none'}")
+        self.plan = plan
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a rank says before a call: `text` must be the same on all ranks.
+
+    Where the plan is the group's own, `question` gives the text without it, and `plan` is it, or "" for none yet. Both
+    are asked for only where ranks differ.
+    """
+
+    text: str
+    question: Callable[[], str] | None = None
+    plan: object = ""
+
+
 @dataclass(frozen=True)
 class Posted:
     """What this rank has told the others, and the messages that will say what they tell it."""
 
-    text: str
+    said: Statement
     number: int
     theirs: tuple[Tensor, ...]
     transfers: tuple[Transfer, ...]
@@ -53,39 +79,41 @@ class Agreement:
     """The meeting of a group's ranks, held once at the start of each call, in the same order on all ranks."""
 
     def __init__(self, group: Group, *, windows: bool) -> None:
-        self._group = group
+        self._group, self._tag = group, group.line.mark(Mark.START)
         self._window: Window | None = None
         self._local: tuple[int, ...] = ()
         self._slots: dict[int, memoryview] = {}
         self._counters: dict[int, Counters] = {}
         if windows:
-            self._window = Window.create(group.pg, 2 * _DIGEST_BYTES, counters_per_rank=1, timeout=group.timeout)
+            self._window = Window.create(
+                group.pg, 2 * _DIGEST_BYTES, counters_per_rank=1, timeout=group.timeout, line=group.line
+            )
             self._local = tuple(rank for rank in self._window.ranks if rank != group.rank)
             self._slots = {rank: _as_memory(self._window.peer(rank)) for rank in self._window.ranks}
             self._counters = {rank: self._window.counters(rank) for rank in self._window.ranks}
         self._remote = tuple(r for r in range(group.size) if r != group.rank and r not in self._local)
         self._calls = 0
 
-    def meet(self, text: str, *, deadline: Deadline) -> None:
+    def meet(self, said: Statement, *, deadline: Deadline) -> None:
         """Returns when all ranks are here with the same text."""
-        self.confirm(self.post(text), deadline=deadline)
+        self.confirm(self.post(said), deadline=deadline)
 
-    def post(self, text: str) -> Posted:
+    def post(self, said: Statement) -> Posted:
         """Tells the others what this rank is about to do, and returns at once; `confirm` must follow."""
         self._calls += 1
-        digest = _digest(text)
+        digest = _digest(said.text)
         if self._window is not None:
             self._slots[self._group.rank][self._slot(self._calls)] = digest
             self._counters[self._group.rank].add(0)
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         theirs = tuple(torch.empty_like(mine) for _ in self._remote)
-        transfers = [self._group.recv(t, peer, tag=_HEADER_TAG) for t, peer in zip(theirs, self._remote, strict=True)]
-        transfers += [self._group.send(mine, peer, tag=_HEADER_TAG) for peer in self._remote]
-        return Posted(text, self._calls, theirs, tuple(transfers))
+        transfers = [self._group.recv(t, peer, tag=self._tag) for t, peer in zip(theirs, self._remote, strict=True)]
+        transfers += [self._group.send(mine, peer, tag=self._tag) for peer in self._remote]
+        return Posted(said, self._calls, theirs, tuple(transfers))
 
     def confirm(self, posted: Posted, *, deadline: Deadline) -> None:
         """Returns when all ranks have posted the same; PeerMismatch names both sides when they have not."""
-        what = f"the start of {posted.text.split(' ', 1)[0]}"
+        what = f"the start of {posted.said.text.split(' ', 1)[0]}"
         told: list[bytes] = []
         for rank in self._local:
             left = max(deadline.left(), 1e-3)
@@ -94,28 +122,29 @@ class Agreement:
         for transfer in posted.transfers:
             transfer.wait_until(deadline, what=what)
         told += [bytes(t.numpy()) for t in posted.theirs]
-        mine = _digest(posted.text)
+        mine = _digest(posted.said.text)
         if any(other != mine for other in told):
-            # Not cut short by a deadline that a slow peer has used up: the error to tell is the mismatch.
-            self._group.agree("overlap", posted.text)
-            raise AssertionError("digests differ, texts do not")
+            raise self._mismatch(posted.said)
+
+    def _mismatch(self, said: Statement) -> PeerMismatch:
+        """What to raise on all ranks, once all texts are known."""
+        # Not cut short by a deadline that a slow peer has used up: the error to tell is the mismatch.
+        question = None if said.question is None else said.question()
+        words = self._group.tell("the mismatch of a call", json.dumps([said.text, question, str(said.plan)]))
+        texts, questions, plans = zip(*map(json.loads, words), strict=True)
+        if questions[0] is not None and len(set(questions)) == 1:
+            return PlansDiffer(plans[0])
+        return PeerMismatch(differences([f"overlap: {text}" for text in texts]))
 
     @staticmethod
     def _slot(number: int) -> slice:
         # Two places in turn, as with banks: who writes this one again has seen that its readers are a call further.
         return slice(number % 2 * _DIGEST_BYTES, (number % 2 + 1) * _DIGEST_BYTES)
 
-    def _exchange(self, mine: Tensor, peers: Sequence[int], tag: int, deadline: Deadline, what: str) -> list[Tensor]:
-        theirs = [torch.empty_like(mine) for _ in peers]
-        transfers = [self._group.recv(data, peer, tag=tag) for data, peer in zip(theirs, peers, strict=True)]
-        transfers += [self._group.send(mine, peer, tag=tag) for peer in peers]
-        for transfer in transfers:
-            transfer.wait_until(deadline, what=what)
-        return theirs
-
     def gather(self, numbers: Tensor, *, deadline: Deadline, what: str) -> list[list[int]]:
         """What each rank gave as `numbers`, int64 [n]; after `meet`."""
-        peers = [rank for rank in range(self._group.size) if rank != self._group.rank]
-        found = self._exchange(numbers, peers, _COUNTS_TAG, deadline, what)
-        found.insert(self._group.rank, numbers)
+        found = [torch.empty_like(numbers) for _ in range(self._group.size)]
+        found[self._group.rank] = numbers
+        tag = self._group.line.mark(Mark.COUNTS)
+        swap_tensors(self._group, [numbers] * self._group.size, found, tag=tag, deadline=deadline, what=what)
         return [data.tolist() for data in found]

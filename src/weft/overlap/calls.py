@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,12 +13,17 @@ from torch import Tensor
 from weft import tracing
 from weft.kernels import PackedWeight, Rows, linear
 from weft.kernels.dispatch import kernels_for
+from weft.overlap.agreement import PlansDiffer, Statement
 from weft.overlap.context import Call, Context
 from weft.overlap.outgoing import Counts
 from weft.overlap.plan import Op, OverlapPlan
 from weft.overlap.run_incoming import IncomingCall
 from weft.overlap.run_outgoing import OutgoingCall
 from weft.overlap.running import call_text, row_major
+
+T = TypeVar("T")
+
+_MOST_ATTEMPTS = 10  # each follows what rank 0 knew a moment ago: only a thread that plans without end gets so far
 
 
 @dataclass(frozen=True)
@@ -36,20 +42,48 @@ class Asked:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def shape(self) -> tuple[Op, int, int, int, str]:
+        """What a planner is asked for."""
+        return self.op, self.m, self.n, self.k, self.dtype_name
+
 
 def resolve(context: Context, call: Call, asked: Asked) -> tuple[OverlapPlan, str]:
     """The plan to follow, and what all ranks must say alike. Collective when the group has no plan yet."""
     if asked.plan:
         plan = given_plan(context, asked)
         return plan, call_text(plan, bias=asked.bias)
-    shape = (asked.op, asked.m, asked.n, asked.k, asked.dtype_name)
-    plan_or_none = context.planner.known(*shape)
+    plan_or_none = context.planner.known(*asked.shape)
+    call.question = partial(_question, asked, context.hosts)
     if plan_or_none is None:
         # A rank with a plan of its own is about to meet with another text, so nobody waits for it here.
-        blank = OverlapPlan(asked.op, asked.m, asked.n, asked.k, asked.dtype_name, context.hosts)
-        context.agreement.meet(f"{call_text(blank, bias=asked.bias)} plan=none yet", deadline=call.deadline)
-        plan_or_none = context.planner.make(*shape)
+        none = Statement(f"{call.question()} plan=none yet", call.question)
+        context.agreement.meet(none, deadline=call.deadline)
+        call.begun = True
+        plan_or_none = context.planner.make(*asked.shape)
+    call.plan = plan_or_none
     return plan_or_none, call_text(plan_or_none, bias=asked.bias)
+
+
+def _question(asked: Asked, hosts: tuple[int, ...]) -> str:
+    """What all ranks must want alike, whatever plan they follow."""
+    return call_text(OverlapPlan(*asked.shape, hosts), bias=asked.bias)
+
+
+def settled(context: Context, asked: Asked, run: Callable[[Call, OverlapPlan, str], T]) -> T:
+    """`run` in a call of this rank, by a plan that all ranks follow.
+
+    Ranks that know different plans of their group, because a thread plans beside the one that calls, begin again with
+    rank 0's; no byte has moved by then.
+    """
+    for _ in range(_MOST_ATTEMPTS):
+        try:
+            with context.call() as call:
+                return run(call, *resolve(context, call, asked))
+        except PlansDiffer as different:
+            context.planner.settle(different.plan, *asked.shape)
+            last = different
+    raise last
 
 
 @lru_cache(maxsize=256)
@@ -80,11 +114,13 @@ def gather_matmul(
     """All-gather x [m_r, K], times weight [N, K] -> [m, N]; and the gathered x [m, K] if `keep`, else [0, K]."""
     y, gathered = _empty(x, m, weight.n), _empty(x, m if keep else 0, weight.k)
     x = row_major(x)
-    with context.call() as call:
-        asked = Asked(Op.ALL_GATHER, m, weight.n, weight.k, x.dtype, plan, bias is not None)
-        with IncomingCall(context, call, *resolve(context, call, asked), dtype=x.dtype) as run:
+
+    def compute(call: Call, found: OverlapPlan, text: str) -> None:
+        with IncomingCall(context, call, found, text, dtype=x.dtype) as run:
             run.prepare()
             run.run(x, weight, out=y, bias=bias, gathered=gathered if keep else None)
+
+    settled(context, Asked(Op.ALL_GATHER, m, weight.n, weight.k, x.dtype, plan, bias is not None), compute)
     return y, gathered
 
 
@@ -101,12 +137,14 @@ def matmul_scatter(
     """x [M, K_r] times weight [N, K_r], summed over ranks: this rank's rows of it, or all (all-reduce)."""
     m = x.shape[0]
     x = row_major(x)
-    with context.call() as call:
-        asked = Asked(op, m, weight.n, weight.k, x.dtype, plan, bias is not None)
-        with OutgoingCall(context, call, *resolve(context, call, asked), dtype=x.dtype) as run:
+
+    def compute(call: Call, found: OverlapPlan, text: str) -> Tensor:
+        with OutgoingCall(context, call, found, text, dtype=x.dtype) as run:
             y = _empty(x, run.prepare(), weight.n)
             run.run(x, weight, out=y, bias=bias, meanwhile=meanwhile)
-    return y
+        return y
+
+    return settled(context, Asked(op, m, weight.n, weight.k, x.dtype, plan, bias is not None), compute)
 
 
 def exchange_counts(context: Context, call: Call, destinations: Tensor) -> Counts:
@@ -120,9 +158,8 @@ def matmul_scatter_rows(
 ) -> tuple[Tensor, Tensor]:
     """x [M, K] times weight [N, K], row i to rank destinations[i] -> [R, N]; and the counts int64 [P, P]."""
     x = row_major(x)
-    with context.call() as call:
-        asked = Asked(Op.ALL_TO_ALL, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None)
-        found, text = resolve(context, call, asked)
+
+    def compute(call: Call, found: OverlapPlan, text: str) -> tuple[Tensor, Tensor]:
         with OutgoingCall(context, call, found, text, dtype=x.dtype) as run:
             run.meet()  # sizes are exchanged first, so there is nothing to do meanwhile
             counts = exchange_counts(context, call, destinations)
@@ -131,7 +168,10 @@ def matmul_scatter_rows(
             if x.shape[0]:
                 rows = Rows.stack([x]).gather(torch.argsort(destinations, stable=True))
             run.run(rows, weight, out=y, bias=None, kernel_bias=bias)
-    return y, torch.tensor(counts)
+        return y, torch.tensor(counts)
+
+    asked = Asked(Op.ALL_TO_ALL, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None)
+    return settled(context, asked, compute)
 
 
 def gather_rows_matmul(context: Context, x: Tensor, weight: PackedWeight, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,11 +183,13 @@ def gather_rows_matmul(context: Context, x: Tensor, weight: PackedWeight, counts
     m = sum(table[context.rank])
     y, gathered = _empty(x, m, weight.n), _empty(x, m, weight.k)
     x = row_major(x)
-    with context.call() as call:
-        asked = Asked(Op.GATHER_BACK, m, weight.n, weight.k, x.dtype, "", bias=False)
-        with IncomingCall(context, call, *resolve(context, call, asked), dtype=x.dtype) as run:
+
+    def compute(call: Call, found: OverlapPlan, text: str) -> None:
+        with IncomingCall(context, call, found, text, dtype=x.dtype) as run:
             run.prepare(table)
             run.run(x, weight, out=y, bias=None, gathered=gathered)
+
+    settled(context, Asked(Op.GATHER_BACK, m, weight.n, weight.k, x.dtype, "", bias=False), compute)
     return y, gathered
 
 

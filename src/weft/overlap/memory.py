@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft.comm import Counters, Window
+from weft.comm.tags import Line
 
 _SMALLEST_BYTES = 1 << 20
 _SMALLEST_COUNTERS = 1024
@@ -42,8 +43,8 @@ class Need:
 class Bank:
     """The memory of every other call: a window, or private memory where no rank shares the host."""
 
-    def __init__(self, pg: ProcessGroup, *, windows: bool, timeout: float) -> None:
-        self._pg, self._timeout = pg, timeout
+    def __init__(self, pg: ProcessGroup, line: Line, *, windows: bool, timeout: float) -> None:
+        self._pg, self._timeout, self._line = pg, timeout, line
         self._windows = windows
         self._rank = pg.rank()
         self._window: Window | None = None
@@ -63,7 +64,9 @@ class Bank:
         self.bound.clear()
         with torch.inference_mode(False):  # views, too, are written to in whatever mode later calls are in
             if self._windows:
-                self._window = Window.create(self._pg, nbytes, counters_per_rank=counters, timeout=self._timeout)
+                self._window = Window.create(
+                    self._pg, nbytes, counters_per_rank=counters, timeout=self._timeout, line=self._line
+                )
                 self._shared, self._own = self._window.local, self._window.counters(self._rank)
             else:
                 self._shared, self._own = _lasting(nbytes), Counters(counters)

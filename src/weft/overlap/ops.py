@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft._torch import group_by_name
 from weft.kernels import PackedWeight
 from weft.kernels.matmul import product
 from weft.overlap import calls
-from weft.overlap.context import Context, context_by_name, group_by_name
+from weft.overlap.context import Context, context_by_name
 from weft.overlap.executors import executor_for
 from weft.overlap.once import refuse_second_order
 from weft.overlap.plan import Op

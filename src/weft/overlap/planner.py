@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 from weft.comm import Group
 from weft.overlap.choose import choose_plan, choose_sequential
 from weft.overlap.curves import Curves
 from weft.overlap.plan import Op, OverlapPlan, shared_dims
-from weft.overlap.probe import measure_curves, share_texts
+from weft.overlap.probe import measure_curves
 
 _MOST_FITTED = 1024  # all-to-all has another number of rows in every call
 
@@ -15,11 +17,13 @@ class Planner:
     """The plans of one group: given by a tuner, or predicted by rank 0 when first asked for.
 
     Plans are kept by the dimensions that all ranks share, so that either all ranks find one or none does, and then
-    rank 0 tells the others: two ranks cannot choose differently.
+    rank 0 tells the others: two ranks cannot choose differently. Where a thread plans while another one calls, a rank
+    may hear of a plan a moment before another; then rank 0's counts (see `agreement.py`).
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._lock = threading.Lock()
         self._plans: dict[tuple[object, ...], OverlapPlan] = {}
         self._fitted: dict[tuple[object, ...], OverlapPlan] = {}  # making and checking a plan takes 30 us
         self._curves: Curves | None = None
@@ -29,39 +33,54 @@ class Planner:
         """The plan for these shapes, if there is one."""
         fitted = self._fitted.get((op, m, n, k, dtype))
         if fitted is None:
-            found = self._plans.get(self._key(op, m, n, k, dtype))
-            if found is None:
-                return None
-            if len(self._fitted) >= _MOST_FITTED:
-                self._fitted.clear()
-            fitted = self._fitted[op, m, n, k, dtype] = found.fit(m=m, n=n, k=k)
+            with self._lock:
+                found = self._plans.get(self._key(op, m, n, k, dtype))
+                if found is None:
+                    return None
+                if len(self._fitted) >= _MOST_FITTED:
+                    self._fitted.clear()
+                fitted = self._fitted[op, m, n, k, dtype] = found.fit(m=m, n=n, k=k)
         return fitted
 
-    def make(self, op: Op, m: int, n: int, k: int, dtype: str) -> OverlapPlan:
-        """A predicted plan. Collective: rank 0 chooses. The first one measures the group's curves."""
-        curves, mine = self.curves(), ""
-        if self._group.rank == 0:
+    def make(self, op: Op, m: int, n: int, k: int, dtype: str, *, group: Group | None = None) -> OverlapPlan:
+        """A predicted plan. Collective: rank 0 chooses, and tells it through `group`. The first one measures curves."""
+        group = group or self._group
+        curves, mine = self.curves(group), ""
+        if group.rank == 0:
             choose = choose_plan if self.overlaps else choose_sequential
-            mine = str(choose(op, m, n, k, dtype=dtype, hosts=self._group.hosts, curves=curves))
-        told = OverlapPlan.parse(share_texts(self._group, mine)[0])
+            mine = str(choose(op, m, n, k, dtype=dtype, hosts=group.hosts, curves=curves))
+        told = OverlapPlan.parse(group.tell("a plan", mine)[0])
         self.use(told)
         return told.fit(m=m, n=n, k=k)
 
     def use(self, plan: OverlapPlan) -> None:
         """Takes a plan from elsewhere, such as a tuner's file; on all ranks alike."""
-        self._plans[self._key(plan.op, plan.m, plan.n, plan.k, plan.dtype)] = plan
-        self._fitted.clear()
+        with self._lock:
+            self._plans[self._key(plan.op, plan.m, plan.n, plan.k, plan.dtype)] = plan
+            self._fitted.clear()
+
+    def settle(self, plan: str, op: Op, m: int, n: int, k: int, dtype: str) -> None:
+        """Takes what rank 0 follows for these shapes: a plan's text, or "" where it has none yet."""
+        if plan:
+            self.use(OverlapPlan.parse(plan))
+            return
+        with self._lock:
+            self._plans.pop(self._key(op, m, n, k, dtype), None)
+            self._fitted.clear()
 
     @property
     def known_curves(self) -> Curves | None:
         """The group's curves, if they have been measured."""
         return self._curves
 
-    def curves(self) -> Curves:
-        """The group's curves, measured on the first call, which is collective."""
-        if self._curves is None:
-            self._curves = measure_curves(self._group)
-        return self._curves
+    def curves(self, group: Group | None = None) -> Curves:
+        """The group's curves: those that rank 0 has, or they are measured now, through `group`. Collective."""
+        group = group or self._group
+        mine = self._curves.to_json() if group.rank == 0 and self._curves is not None else ""
+        told = group.tell("the group's curves", mine)[0]
+        curves = Curves.from_json(told) if told else measure_curves(group)
+        self._curves = curves
+        return curves
 
     def _key(self, op: Op, m: int, n: int, k: int, dtype: str) -> tuple[object, ...]:
         return op, dtype, shared_dims(op, m=m, n=n, k=k)

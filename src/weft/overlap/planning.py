@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.distributed import ProcessGroup
 
 from weft.cluster import Cluster
+from weft.comm.deadline import Deadline, timeout_of
+from weft.comm.tags import Line, turn
 from weft.overlap.choose import choose_plan
 from weft.overlap.context import context_of
 from weft.overlap.curves import Curves
@@ -51,12 +56,40 @@ def plan_overlap(
     return choose_plan(op, m, n, k, dtype=name, hosts=hosts, curves=Curves.of_cluster(cluster, flops=flops))
 
 
+class Planning:
+    """Planning on a group, beside the calls that other threads make: a context of its own, and messages of its own.
+
+    The plans are those of the group's calls.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.planner = context_of(group).planner
+        self.context = context_of(group, Line.PLANNING)
+        self.wire = self.context.group
+
+    @classmethod
+    @contextmanager
+    def on(cls, group: ProcessGroup, what: str) -> Iterator[Planning]:
+        """Collective: all ranks are here with the same `what`. Threads of a rank plan one after the other."""
+        with turn(group, "planning", Deadline.after(timeout_of(group))):
+            planning = cls(group)
+            planning.wire.agree("planning", what)
+            yield planning
+
+
 def _of_group(op: Op, m: int, n: int, k: int, dtype: str, group: ProcessGroup) -> OverlapPlan:
-    context = context_of(group)
-    blank = OverlapPlan(op, m, n, k, dtype, context.hosts)
-    context.group.agree("plan_overlap", blank.shared_text())
-    known = context.planner.known(op, m, n, k, dtype)
-    return context.planner.make(op, m, n, k, dtype) if known is None else known
+    blank = OverlapPlan(op, m, n, k, dtype, context_of(group).hosts)
+    with Planning.on(group, f"plan_overlap {blank.shared_text()}") as planning:
+        planner, wire = planning.planner, planning.wire
+        # A call of another thread may just have made one, here and not yet elsewhere: rank 0's counts.
+        known = planner.known(op, m, n, k, dtype)
+        told = wire.tell("the plan that is known", str(known or ""))[0]
+        if not told:
+            return planner.make(op, m, n, k, dtype, group=wire)
+        planner.use(OverlapPlan.parse(told))
+        found = planner.known(op, m, n, k, dtype)
+        assert found is not None
+        return found
 
 
 def curves_of(group: ProcessGroup) -> Curves:
@@ -64,6 +97,5 @@ def curves_of(group: ProcessGroup) -> Curves:
 
     A trace judges calls by them: where every call is given its plan, nothing else measures them.
     """
-    context = context_of(group)
-    context.group.barrier("curves")
-    return context.planner.curves()
+    with Planning.on(group, "curves") as planning:
+        return planning.planner.curves(planning.wire)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from weft.comm import Group
+from weft.comm.tags import Mark
 from weft.kernels import linear
 from weft.overlap.curves import Curve, Curves, slowest, subadditive
 from weft.overlap.topology import Topology
@@ -22,7 +23,6 @@ _ADD_BYTES = 1 << 22
 _REPEATS = 5
 # (bytes, messages) that travel beside a matmul: few large ones and many small ones tell a byte's cost from a message's.
 _LARGE, _SMALL = (1 << 19, 4), (1 << 14, 32)
-_TAG = 1
 
 
 def measure_curves(group: Group) -> Curves:
@@ -50,7 +50,7 @@ def measure_curves(group: Group) -> Curves:
         cpu_per_message=per_message,
         handover=_handover(),
     )
-    return slowest([Curves.from_json(text) for text in share_texts(group, mine.to_json())])
+    return slowest([Curves.from_json(text) for text in group.tell("curves", mine.to_json())])
 
 
 def _fastest(call: Callable[[], object], *, repeats: int = _REPEATS) -> float:
@@ -123,26 +123,8 @@ def _neighbours(group: Group, topology: Topology) -> tuple[int, int] | None:
 
 def _swap(group: Group, right: int, left: int, size: int, messages: int = 1) -> None:
     out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    tag = group.line.mark(Mark.PROBE)
     for _ in range(messages):
-        transfers = [group.recv(into, left, tag=_TAG), group.send(out, right, tag=_TAG)]
+        transfers = [group.recv(into, left, tag=tag), group.send(out, right, tag=tag)]
         for transfer in transfers:
             transfer.wait(what=f"probe of {size} bytes")
-
-
-def share_texts(group: Group, mine: str) -> list[str]:
-    """What each rank gave, in rank order."""
-    data = torch.tensor(list(mine.encode()), dtype=torch.uint8)  # frombuffer takes no empty text
-    peers = [rank for rank in range(group.size) if rank != group.rank]
-    sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in peers}
-    _swap_all(group, {r: torch.tensor([data.numel()]) for r in peers}, sizes, "the size of a text")
-    texts = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
-    _swap_all(group, dict.fromkeys(peers, data), texts, "a text")
-    texts[group.rank] = data
-    return [texts[rank].numpy().tobytes().decode() for rank in range(group.size)]
-
-
-def _swap_all(group: Group, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor], what: str) -> None:
-    transfers = [group.recv(data, rank, tag=_TAG) for rank, data in into.items()]
-    transfers += [group.send(data, rank, tag=_TAG) for rank, data in out.items()]
-    for transfer in transfers:
-        transfer.wait(what=what)

@@ -14,6 +14,7 @@ from weft import tracing
 from weft.comm import Counters, Transfer
 from weft.errors import PeerTimeout
 from weft.kernels import PackedWeight, Ready, Rows, TileSchedule, linear_tiles
+from weft.overlap.agreement import Statement
 from weft.overlap.incoming import Arrival, SendRows, Source, Store, lower
 from weft.overlap.memory import Need, view
 from weft.overlap.outgoing import Counts, row_bounds
@@ -94,7 +95,7 @@ class IncomingCall(Running):
         self.record("other", "own rows to the window", "comm", start)
         start = tracing.now()
         if self.call.agreed:  # the ranks met to make room, which was before the rows were there: all of them, or none
-            self.context.agreement.meet(self.text, deadline=self.call.deadline)
+            self.context.agreement.meet(Statement(self.text), deadline=self.call.deadline)
         self.meet()
         self.record("recv", "rows of the other ranks", "comm", start)
 

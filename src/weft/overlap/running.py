@@ -78,17 +78,17 @@ class Running:
         if self.traced is not None:
             self.traced.add(kind, name, lane=lane, start=start, end=tracing.now(), bytes=nbytes, flops=flops)
 
-    def send(self, data: Tensor, peer: int, tag: int) -> Transfer:
-        """Starts to send; a connection that is already gone is an error that names the op."""
+    def send(self, data: Tensor, peer: int, number: int) -> Transfer:
+        """Starts to send message `number` of the call; where the connection is gone already, the error names the op."""
         try:
-            return self.context.group.send(data, peer, tag=tag)
+            return self.context.group.send(data, peer, tag=self.context.line.data(number))
         except PeerLost as error:
             raise PeerLost(f"{self.op}: {error}") from error
 
-    def recv(self, data: Tensor, peer: int, tag: int) -> Transfer:
+    def recv(self, data: Tensor, peer: int, number: int) -> Transfer:
         """Starts to receive, in the same way."""
         try:
-            return self.context.group.recv(data, peer, tag=tag)
+            return self.context.group.recv(data, peer, tag=self.context.line.data(number))
         except PeerLost as error:
             raise PeerLost(f"{self.op}: {error}") from error
 

@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from weft.overlap.context import context_of, timeout_of
+from weft.comm.deadline import timeout_of
+from weft.overlap.context import context_of
 from weft.packed.engine import AttentionDropout
 from weft.packed.models import FAMILIES
 from weft.packed.models.base import Family

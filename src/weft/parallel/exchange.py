@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft import tracing
+from weft.comm.tags import Mark
+from weft.comm.tell import swap_tensors
 from weft.overlap.context import Context, context_of
 from weft.overlap.sums import add_terms
 from weft.overlap.tiles import chunk_bounds
 from weft.overlap.topology import nested
 
-_TAG = (1 << 30) - 8  # above the tags of overlapped matmuls
 _WHOLE_BYTES = 1 << 16  # up to here every rank adds up everything: one message instead of two
 
 
@@ -43,13 +44,10 @@ def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence
         context = context_of(group)
         with context.call() as call:
             context.meet(call, what)
-            deadline, peers = call.deadline, [r for r in range(group.size()) if r != rank]
-            nbytes = sum(incoming[p].nbytes for p in peers)
+            nbytes = sum(t.nbytes for r, t in enumerate(incoming) if r != rank)
+            tag = context.line.mark(Mark.EXCHANGE)
             with tracing.span("recv", what, lane="comm", bytes=nbytes):
-                transfers = [context.group.recv(incoming[p], p, tag=_TAG) for p in peers]
-                transfers += [context.group.send(outgoing[p], p, tag=_TAG) for p in peers]
-                for transfer in transfers:
-                    transfer.wait_until(deadline, what=what)
+                swap_tensors(context.group, outgoing, incoming, tag=tag, deadline=call.deadline, what=what)
 
 
 def gather(group: ProcessGroup, mine: Tensor, *, what: str) -> list[Tensor]:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from weft.cluster import Cluster
+from weft.comm.tags import CHUNKS_PER_CHANNEL, Span, channel_tags
 from weft.layout import Layout
 from weft.pipeline.crew import Crew
 from weft.pipeline.rings import LARGEST_CHUNK, SLOTS, ChannelRings
-from weft.pipeline.wires import CHUNKS_PER_CHANNEL, Wire, Wires
+from weft.pipeline.wires import Wire, Wires
 from weft.reshard.execute import Executor, Pending, check_locals
 from weft.reshard.lanes import Landing, Lane, Outgoing, Taking
 from weft.reshard.parts import Parts
@@ -74,8 +75,8 @@ def _check_chunks(plan: Plan, way: Way) -> None:
 class _Mover(Executor):
     """An executor for one run of a plan that both sides know of, in the rings of a channel."""
 
-    def __init__(self, plan: Plan, script: Script, wire: Wire, rings: ChannelRings, wires: Wires) -> None:
-        self.plan, self.script, self.group, self.rings, self.slots = plan, script, wire, rings, SLOTS
+    def __init__(self, plan: Plan, script: Script, wire: Wire, rings: ChannelRings, wires: Wires, tags: Span) -> None:
+        self.plan, self.script, self.group, self.rings, self.slots, self.tags = plan, script, wire, rings, SLOTS, tags
         self._world, self.rank = wires.world, wires.world[wires.rank]
 
 
@@ -105,7 +106,7 @@ class Channel:
     def __init__(self, number: int, wires: Wires, rings: ChannelRings, crew: Crew, stop: threading.Event) -> None:
         self.number = number
         self._wires, self._rings, self._crew, self._stop = wires, rings, crew, stop
-        self._wire = Wire(wires, number)
+        self._wire, self._tags = Wire(wires), channel_tags(number)
         self._queue: deque[Callable[[], None]] = deque()
         self._is_running = False
         self._lock = threading.Lock()
@@ -137,7 +138,7 @@ class Channel:
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         """Carries out a plan with this rank's shards; returns when its part is done. `on_bytes` hears what lands."""
-        mover = _Mover(plan, script, self._wire, self._rings, self._wires)
+        mover = _Mover(plan, script, self._wire, self._rings, self._wires, self._tags)
         before, after = _parts(mover, src, "src"), _parts(mover, dst, "dst")
         lane = _ChannelLane(mover, before, after, self._wires, self._stop, on_bytes or _ignore)
         self._rings.begin(lane.wait)

@@ -45,6 +45,6 @@ class Context:
     payload: Payload
     start: Callable[[Callable[[], None]], None]
     fail: Callable[[BaseException, Transfer], None]
-    first_shape_tag: int
+    first_shape_note: int
     devices: dict[int, torch.device]
     zeros: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)

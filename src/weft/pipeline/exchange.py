@@ -142,11 +142,11 @@ class Exchange:
         """The whole shape, from all ranks of the stage."""
         me, wires = self._context.rank, self._context.wires
         others = [rank for rank in way.src.mesh.ranks if rank != me]
-        tag = self._context.first_shape_tag + index
+        number = self._context.first_shape_note + index
         note = Header(self._step, self._train, dtype, local).to_tensor()
         notes = {rank: torch.empty(LENGTH, dtype=torch.int64) for rank in others}
-        transfers = [wires.receive_note(notes[rank], rank, tag) for rank in others]
-        transfers += [wires.send_note(note, rank, tag) for rank in others]
+        transfers = [wires.receive_note(notes[rank], rank, number) for rank in others]
+        transfers += [wires.send_note(note, rank, number) for rank in others]
         for transfer in transfers:
             transfer.wait(what=f"the shape of {way.name}", timeout=LONGEST_SECONDS)
         shards = {rank: Header.from_tensor(theirs).shape for rank, theirs in notes.items()} | {me: local}
@@ -158,8 +158,8 @@ class Exchange:
         notes = []
         if leg.route.direction is Direction.FORWARD or context.payload is Payload.SIGNALS:
             note = Header(self._step, self._train, dtype, shape).to_tensor()
-            tag = self._routes.first_channel[leg.route] + leg.channel
-            notes = [context.wires.send_note(note, rank, tag) for rank in _listeners(way, context.rank)]
+            number = self._routes.first_channel[leg.route] + leg.channel
+            notes = [context.wires.send_note(note, rank, number) for rank in _listeners(way, context.rank)]
         if context.payload is Payload.TENSORS:
             plan, script = context.planner.plan(way, shape, dtype)
             with self._gate.passing(leg.urgency) if self._in_turn else nullcontext():
@@ -189,10 +189,10 @@ class Exchange:
     def _receive_note(self, leg: Leg) -> Header:
         context, way = self._context, self._context.ways[leg.route]
         note = torch.empty(LENGTH, dtype=torch.int64)
-        tag = self._routes.first_channel[leg.route] + leg.channel
+        number = self._routes.first_channel[leg.route] + leg.channel
         announcer = way.src.mesh.ranks[way.dst.mesh.ranks.index(context.rank) % way.src.mesh.size]
         what = f"the announcement of {leg.transfer}"
-        context.wires.receive_note(note, announcer, tag).wait(what=what, timeout=LONGEST_SECONDS)
+        context.wires.receive_note(note, announcer, number).wait(what=what, timeout=LONGEST_SECONDS)
         header = Header.from_tensor(note)
         if (header.step, header.train) != (self._step, self._train):
             here, there = _call(self._step, self._train), _call(header.step, header.train)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from weft.cluster import Cluster
+from weft.comm.tags import channel_tags
 from weft.errors import PeerLost
 from weft.pipeline.buffers import Buffers
 from weft.pipeline.channel import Channel, Planner, Way
@@ -53,6 +54,7 @@ class Links:
         devices: Mapping[int, torch.device],
     ) -> None:
         """`routes` has all channels that any step will use, `devices` where each stage of this rank computes."""
+        channel_tags(max(0, routes.total - 1))  # on all ranks alike, before any waits for another
         self.wires, self._routes = wires, routes
         self.rank = wires.world[wires.rank]
         self.board = Board(wires.notes.pg, self.rank)

@@ -16,11 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft.comm import Group, Transfer
+from weft.comm.tags import DEFAULT_TAG, Line, Mark
 from weft.errors import LONGEST_SECONDS, WeftError
-
-_BREAK_TAG, _WATCH_TAG = (1 << 30) - 1, (1 << 30) - 2  # messages that are never sent
-CHUNKS_PER_CHANNEL = 1 << 14
-"""How many tags a channel has, one for each chunk of a tensor."""
 
 
 class Wires:
@@ -48,18 +45,19 @@ class Wires:
         """The groups' number of a rank."""
         return self.world.index(rank)
 
-    def send_note(self, note: Tensor, rank: int, tag: int) -> Transfer:
-        """Starts to send a short message to a rank."""
-        return self.notes.send(note, self.member(rank), tag=tag)
+    def send_note(self, note: Tensor, rank: int, number: int) -> Transfer:
+        """Starts to send a short message to a rank; it meets the `receive_note` of the same number."""
+        return self.notes.send(note, self.member(rank), tag=Line.NOTES.data(number))
 
-    def receive_note(self, note: Tensor, rank: int, tag: int) -> Transfer:
+    def receive_note(self, note: Tensor, rank: int, number: int) -> Transfer:
         """Starts to receive a short message from a rank."""
-        return self.notes.recv(note, self.member(rank), tag=tag)
+        return self.notes.recv(note, self.member(rank), tag=Line.NOTES.data(number))
 
     def wait_for_loss(self, rank: int) -> None:
         """Returns when the connection to a rank is gone: it died, or gave up, or all is over."""
         with suppress(WeftError):
-            self.receive_note(torch.empty(1), rank, _WATCH_TAG).wait(what="nothing", timeout=LONGEST_SECONDS)
+            never = self.notes.recv(torch.empty(1), self.member(rank), tag=Line.NOTES.mark(Mark.WATCH))
+            never.wait(what="nothing", timeout=LONGEST_SECONDS)
 
     def break_off(self) -> None:
         """Ends all waits of this rank, and those of its peers for it, now.
@@ -71,7 +69,7 @@ class Wires:
         peer = (self.rank + 1) % self.size
         for group in (self.notes, self.up, self.down):
             with suppress(WeftError):
-                group.recv(torch.empty(1), peer, tag=_BREAK_TAG).wait(what="nothing", timeout=0.001)
+                group.recv(torch.empty(1), peer, tag=Line.NOTES.mark(Mark.NEVER)).wait(what="nothing", timeout=0.001)
 
     def close(self, *, together: bool) -> None:
         """Ends the groups; `together` once all ranks are here, since they close connections that others may use."""
@@ -86,19 +84,19 @@ class Wires:
 
 
 class Wire(Group):
-    """The groups as one, for the chunks of one channel. Waits have no deadline here: whoever needs a tensor has one."""
+    """The groups as one, for the chunks of a channel. Waits have no deadline here: whoever needs a tensor has one."""
 
-    def __init__(self, wires: Wires, channel: int) -> None:
-        self._wires, self._first_tag = wires, channel * CHUNKS_PER_CHANNEL
+    def __init__(self, wires: Wires) -> None:
+        self._wires = wires
         self.pg, self.rank, self.size, self.hosts = wires.up.pg, wires.rank, wires.size, wires.hosts
-        self.timeout = LONGEST_SECONDS
+        self.timeout, self.line = LONGEST_SECONDS, wires.up.line
 
-    def send(self, tensor: Tensor, dst: int, *, tag: int = 0) -> Transfer:
+    def send(self, tensor: Tensor, dst: int, *, tag: int = DEFAULT_TAG) -> Transfer:
         """Sends on the connection for that direction."""
         group = self._wires.up if dst > self.rank else self._wires.down
-        return group.send(tensor, dst, tag=self._first_tag + tag)
+        return group.send(tensor, dst, tag=tag)
 
-    def recv(self, tensor: Tensor, src: int, *, tag: int = 0) -> Transfer:
+    def recv(self, tensor: Tensor, src: int, *, tag: int = DEFAULT_TAG) -> Transfer:
         """Receives on the connection for that direction."""
         group = self._wires.up if src < self.rank else self._wires.down
-        return group.recv(tensor, src, tag=self._first_tag + tag)
+        return group.recv(tensor, src, tag=tag)

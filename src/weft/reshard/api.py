@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from weft.cluster import Cluster
 from weft.comm import Group
+from weft.comm.deadline import Deadline
+from weft.comm.tags import Line, turn
 from weft.layout import Layout, Mesh
 from weft.reshard.autograd import move
 from weft.reshard.describe import Source, Target, exchange, join
@@ -203,10 +205,11 @@ class _Sides:
     def job(self, options: Options) -> tuple[Job, bool]:
         """The move of all tensors; and whether it is to be differentiated."""
         wants = any(shard.requires_grad for shard in self.shards.values()) and torch.is_grad_enabled()
-        known = exchange(self.comm, self.sources, self.targets, requires_grad=wants, problem=self.problem)
-        specs = join(known.sources, known.targets)
         shards = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in self.shards.items()}
-        job = Job(self.comm, specs, shards, self.outs, options, device=self.device)
+        with turn(self.comm.pg, Line.RESHARD.title, Deadline.after(self.comm.timeout)):
+            known = exchange(self.comm, self.sources, self.targets, requires_grad=wants, problem=self.problem)
+            specs = join(known.sources, known.targets)
+            job = Job(self.comm, specs, shards, self.outs, options, device=self.device)
         return job, known.differentiable
 
     def wrap(self, job: Job, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ dead or slow for `timeout` seconds ends the operation everywhere with an error t
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from weft import tracing
 from weft.comm import Group
+from weft.comm.deadline import Deadline
+from weft.comm.tags import Line, Span, turn
 from weft.errors import PeerTimeout
 from weft.layout import Box, Layout
 from weft.reshard.lanes import Landing, Lane, Outgoing, Taking
@@ -48,7 +51,15 @@ class Executor:
         self.plan, self.group = plan, group
         self._world = tuple(dist.get_process_group_ranks(group.pg))
         _check_ranks(plan, self._world)
-        group.agree("reshard", f"{plan!r}, max_staging_bytes {max_staging_bytes}, {note}")
+        with turn(group.pg, Line.RESHARD.title, Deadline.after(group.timeout)):
+            self._open(max_staging_bytes, note)
+
+    def _open(self, max_staging_bytes: int, note: str) -> None:
+        plan, group = self.plan, self.group
+        text = f"{plan!r}, max_staging_bytes {max_staging_bytes}, {note}"
+        lease = group.lease("reshard", text, tags=len(plan.chunks), line=Line.RESHARD)
+        self.tags: Span = lease
+        self._release = weakref.finalize(self, lease.release)  # by `close`, or with the executor
         _check_hosts(plan, group, self._world)
         self.rank = self._world[group.rank]
         writer = ScriptWriter(plan)
@@ -102,6 +113,7 @@ class Executor:
         """Frees the staging memory and lets go of the tensors. Not collective; not while a transfer is under way."""
         self._known.clear()
         self.rings.close()
+        self._release()
 
     def __enter__(self) -> Executor:
         return self

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft import tracing
 from weft.comm import PeerLost, Transfer
+from weft.comm.tags import Line, Mark
 from weft.errors import PeerTimeout, WeftError
 from weft.reshard.parts import Parts, as_flat, pack, reduce_into, unpack
 from weft.reshard.script import Receive, Ring, Send, Take
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from weft.reshard.execute import Executor
 
 _LANES: dict[Kind, str] = {"send": "out", "recv": "in", "other": "copy"}
-_BREAK_TAG = (1 << 30) - 1  # a message that is never sent
 
 
 class Lane:
@@ -78,14 +78,14 @@ class Lane:
     def send(self, data: Tensor, rank: int, chunk: int) -> Transfer:
         """Starts to send a chunk to a rank of the plan."""
         try:
-            return self.group.send(data, self.executor.peer(rank), tag=chunk)
+            return self.group.send(data, self.executor.peer(rank), tag=self.executor.tags.tag(chunk))
         except WeftError as error:
             raise self._named(error, chunk) from error
 
     def receive(self, data: Tensor, rank: int, chunk: int) -> Transfer:
         """Starts to receive a chunk from a rank of the plan."""
         try:
-            return self.group.recv(data, self.executor.peer(rank), tag=chunk)
+            return self.group.recv(data, self.executor.peer(rank), tag=self.executor.tags.tag(chunk))
         except WeftError as error:
             raise self._named(error, chunk) from error
 
@@ -117,7 +117,7 @@ class Lane:
             return
         peer = (self.group.rank + 1) % self.group.size
         with suppress(WeftError):
-            self.group.recv(torch.empty(1), peer, tag=_BREAK_TAG).wait(what="nothing", timeout=0.001)
+            self.group.recv(torch.empty(1), peer, tag=Line.RESHARD.mark(Mark.NEVER)).wait(what="nothing", timeout=0.001)
 
 
 class Landing:

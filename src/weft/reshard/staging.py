@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.comm import Counters, Group, PeerLost, Window
 from weft.comm.deadline import Deadline
+from weft.comm.tags import Line
 from weft.errors import PeerTimeout
 from weft.reshard.script import Ring
 from weft.reshard.simulate import RECEIVES_AHEAD, SENDS_AHEAD
@@ -82,6 +83,7 @@ class Rings:
             sum(self._count.values()) * slots.size,
             counters_per_rank=3 + 2 * neighbours,
             timeout=group.timeout,
+            line=Line.RESHARD,
         )
         self._places = {world[member]: i for i, member in enumerate(self._window.ranks)}
         self._group_rank = {world[member]: member for member in self._window.ranks}

@@ -1,7 +1,7 @@
 """Events on lanes: what a plan predicts and what a run did, as one type.
 
 `Timeline` is a frozen value. It prints (`text`), is saved and loaded as Chrome trace JSON, and sums itself up
-(`summary`). `weft.tracing` records one; `weft.timeline.clocks` merges those of the ranks; `weft.report` draws
+(`summary`). `weft.tracing` records one; `weft.comm.clocks` merges those of the ranks; `weft.report` draws
 them as SVG and HTML.
 """
 

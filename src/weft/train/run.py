@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft import tracing
+from weft.comm.tell import tell_all
 from weft.parallel.files.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-from weft.parallel.files.together import tell_all
 from weft.timeline import Timeline
 from weft.train.figures import StepFigures, exposed_seconds
 from weft.train.job import Job

@@ -118,12 +118,12 @@ def _copy(peers: Peers, plan: OverlapPlan, expect: ExpectRows, gathered: Tensor)
 
 
 def _exchange(state: State, step: _Step, x: Tensor, gathered: Tensor) -> None:
-    ops = []
+    ops, tag = [], state.context.line.data(step.number)
     if step.send is not None and x.numel():
         data = as_bytes(x[step.send.start : step.send.end])
-        ops.append(dist.P2POp(dist.isend, data, group=state.pg, group_peer=step.send.peer))
+        ops.append(dist.P2POp(dist.isend, data, group=state.pg, group_peer=step.send.peer, tag=tag))
     if step.expect is not None and gathered.numel():
         data = as_bytes(gathered[step.expect.m0 : step.expect.m1])
-        ops.append(dist.P2POp(dist.irecv, data, group=state.pg, group_peer=step.expect.peer))
+        ops.append(dist.P2POp(dist.irecv, data, group=state.pg, group_peer=step.expect.peer, tag=tag))
     for work in dist.batch_isend_irecv(ops) if ops else ():
         work.wait()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft.comm import Window
+from weft.comm.tags import Line
 
 
 class Peers(Protocol):
@@ -40,7 +41,7 @@ class WindowPeers:
         self.nbytes = nbytes
         self._size, self._timeout, self._passed = pg.size(), timeout, 0
         self._rank = pg.rank()
-        self._window = Window.create(pg, nbytes, counters_per_rank=pg.size() + 1, timeout=timeout)
+        self._window = Window.create(pg, nbytes, counters_per_rank=pg.size() + 1, timeout=timeout, line=Line.OVERLAP)
 
     def memory(self, rank: int) -> Tensor:
         return self._window.peer(rank)

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from weft.comm.deadline import Deadline
 from weft.errors import PeerLost, PeerTimeout
 from weft.kernels.triton import Late
+from weft.overlap.agreement import Statement
 from weft.overlap.calls import Asked, given_plan
 from weft.overlap.context import Context, context_of
 from weft.overlap.memory import size_class
@@ -73,7 +74,7 @@ class State:
         self._poll()
         text = call_text(plan, bias=bias)
         if text not in self._agreed:
-            self.context.agreement.meet(text, deadline=deadline)
+            self.context.agreement.meet(Statement(text), deadline=deadline)
             self._agreed.add(text)
         yield
         self.device.finish(seconds=self.context.group.timeout + _GRACE_SECONDS)

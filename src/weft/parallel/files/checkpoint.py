@@ -29,10 +29,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from weft.comm.tell import tell_all
 from weft.errors import WeftError
 from weft.parallel.files.checkpoint_folder import ABOUT, Folder
 from weft.parallel.files.materialise import materialise, slots
-from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems, rank_of, tell_all, together
+from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems, rank_of, together
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # moments by name, so that those of stages differ
 

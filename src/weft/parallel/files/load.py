@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
+from weft.comm.tell import tell_all
 from weft.layout.value import Box
 from weft.parallel.files.materialise import Slot, materialise, slots
-from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems, tell_all
+from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems
 from weft.parallel.files.weight_files import DTYPES, WeightFiles
 from weft.reshard.dtensor import layout_of_dtensor
 

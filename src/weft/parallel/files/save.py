@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from weft.comm import Group
+from weft.comm.tell import tell_all
 from weft.layout import Layout, Mesh
 from weft.parallel.files.materialise import Slot, slots
-from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems, rank_of, tell_all
+from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems, rank_of
 from weft.parallel.files.weight_files import DTYPES, INDEX_NAME
 from weft.parallel.files.weight_writer import Entry, Writer
 from weft.reshard import reshard_state_dict

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from weft.comm.deadline import Deadline
-from weft.comm.rendezvous import Meeting
+from weft.comm.tell import tell_all
 from weft.errors import WeftError
 
 DEFAULT_TIMEOUT = 60.0
-
-
-def tell_all(what: str, mine: Any, *, group: ProcessGroup | None, timeout: float) -> list[Any]:
-    """What each rank says, in rank order; values that JSON can say. Collective, and a barrier.
-
-    Without a process group there is one rank. `PeerTimeout` names the ranks that did not come.
-
-    >>> tell_all("a test", ["nothing"], group=None, timeout=1.0)
-    [['nothing']]
-    """
-    if group is None and not dist.is_initialized():
-        return [mine]
-    pg: Any = dist.group.WORLD if group is None else group
-    return Meeting(pg, what, ("said",), deadline=Deadline.after(timeout), store=None).gather("said", mine)
 
 
 @contextmanager

@@ -16,9 +16,9 @@ import threading
 import torch
 from torch import Tensor
 
+from weft.comm.deadline import timeout_of
 from weft.comm.hosts import hosts_of
 from weft.kernels.cpu import dtype_code, empty, isa
-from weft.overlap.context import timeout_of
 from weft.packed import spec
 from weft.packed.call import Inputs
 from weft.packed.held import Dense, PackedLayer, Tables, common_dtype
