@@ -155,7 +155,7 @@ class Wait:
 
     def until(self, counters: Counters, index: int, value: int, own: Counters, what: Callable[[], str]) -> None:
         """Returns when a counter has reached `value`; `own` are this rank's, the first of which tells of failure."""
-        if counters.read(index) >= value:
+        if counters.has_reached(index, value):
             return
         deadline = Deadline.after(self.timeout)
         while True:
