@@ -19,7 +19,7 @@ from torch import Tensor
 from weft import tracing
 from weft.comm import Group
 from weft.errors import PeerTimeout
-from weft.layout import Box, Layout
+from weft.layout import Box, Layout, check_hosts, check_ranks
 from weft.reshard.lanes import Landing, Lane, Outgoing, Taking
 from weft.reshard.parts import Parts
 from weft.reshard.plan import Plan
@@ -47,9 +47,10 @@ class Executor:
         """`note` is compared among the ranks as well: what else they must have in common."""
         self.plan, self.group = plan, group
         self._world = tuple(dist.get_process_group_ranks(group.pg))
-        _check_ranks(plan, self._world)
+        real = dict(zip(self._world, group.hosts, strict=True))
+        check_ranks(plan.ranks, real)
         group.agree("reshard", f"{plan!r}, max_staging_bytes {max_staging_bytes}, {note}")
-        _check_hosts(plan, group, self._world)
+        check_hosts(plan.meshes, real)
         self.rank = self._world[group.rank]
         writer = ScriptWriter(plan)
         self.script = writer.of(self.rank)
@@ -156,28 +157,6 @@ class Pending:
 
 def _ignore(_: int) -> None:
     pass
-
-
-def _check_ranks(plan: Plan, world: tuple[int, ...]) -> None:
-    missing = [rank for rank in plan.ranks if rank not in world]
-    if missing:
-        raise ValueError(
-            f"the meshes of the plan have the ranks {missing}, which are not in the process group of ranks "
-            f"{list(world)}; expected a group with all of them; pass group="
-        )
-
-
-def _check_hosts(plan: Plan, group: Group, world: tuple[int, ...]) -> None:
-    """Ranks that the plan puts on one host must share one: they will share memory."""
-    real = {rank: group.hosts[i] for i, rank in enumerate(world)}
-    seen: dict[int, int] = {}
-    for rank in plan.ranks:
-        first = seen.setdefault(plan.host_of[rank], rank)
-        if real[first] != real[rank]:
-            raise ValueError(
-                f"the plan has ranks {first} and {rank} on host {plan.host_of[rank]}, but they run on different hosts; "
-                "give each rank of the meshes the host that it runs on (weft.comm.Group.hosts)"
-            )
 
 
 def check_locals(plan: Plan, rank: int, tensors: Mapping[int, Tensor], side: str) -> dict[int, Box]:

@@ -19,8 +19,7 @@ from torch import Tensor
 from weft.comm import Counters, Group, PeerLost, Window
 from weft.comm.deadline import Deadline
 from weft.errors import PeerTimeout
-from weft.reshard.script import Ring
-from weft.reshard.simulate import RECEIVES_AHEAD, SENDS_AHEAD
+from weft.reshard.script import RECEIVES_AHEAD, SENDS_AHEAD, Ring
 from weft.reshard.units import Ranks
 
 # How long a wait sleeps before it looks whether this rank, or one on its host, has failed.
