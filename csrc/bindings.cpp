@@ -79,14 +79,14 @@ NB_MODULE(_core, m) {
 
   m.def("counter_add", [](Address counter, int32_t value) { counter_add(at<int32_t>(counter), value); });
   m.def("counter_read", [](Address counter) { return counter_read(at<int32_t>(counter)); });
-  m.def("counter_wait", [](Address counter, int32_t target, double timeout) {
+  m.def("counter_wait", [](Address counter, int64_t target, double timeout) {
     nb::gil_scoped_release release;
-    return counter_wait(at<int32_t>(counter), target, deadline_after(timeout));
+    return counter_wait(at<int32_t>(counter), uint32_t(target), deadline_after(timeout));
   });
-  m.def("counter_take", [](Address ready, int32_t target, double timeout, Address from, Address to, size_t bytes,
+  m.def("counter_take", [](Address ready, int64_t target, double timeout, Address from, Address to, size_t bytes,
                            Address done) {
     nb::gil_scoped_release release;
-    return counter_take(at<int32_t>(ready), target, deadline_after(timeout), at<void>(from), at<void>(to), bytes,
+    return counter_take(at<int32_t>(ready), uint32_t(target), deadline_after(timeout), at<void>(from), at<void>(to), bytes,
                         at<int32_t>(done));
   });
   bind_packed(m);

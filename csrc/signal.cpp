@@ -25,6 +25,9 @@ inline void relax() {
 #endif
 }
 
+// Counters go round: one has reached a value when it is less than 2^31 ahead of it.
+inline bool is_reached(int32_t seen, uint32_t target) { return int32_t(uint32_t(seen) - target) >= 0; }
+
 // Long enough to catch a peer that is about to finish a tile, short enough not to take a core from one that computes.
 constexpr int kSpins = 200;
 
@@ -61,42 +64,42 @@ int64_t deadline_after(double seconds) {
 }
 
 void counter_add(int32_t* counter, int32_t value, int32_t wake_every) {
-  const int32_t after = word(counter).fetch_add(value, std::memory_order_acq_rel) + value;
-  if (after % wake_every == 0) futex(counter, FUTEX_WAKE, INT_MAX, nullptr);
+  // Added as unsigned numbers, which go round where the sum of signed ones is undefined.
+  const uint32_t after = uint32_t(word(counter).fetch_add(value, std::memory_order_acq_rel)) + uint32_t(value);
+  if (after % uint32_t(wake_every) == 0) futex(counter, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
 int32_t counter_read(const int32_t* counter) { return word(counter).load(std::memory_order_acquire); }
 
-bool counter_wait(const int32_t* counter, int32_t target, int64_t deadline_ns) {
+bool counter_wait(const int32_t* counter, uint32_t target, int64_t deadline_ns) {
   for (int i = 0; i < kSpins; ++i) {
-    if (counter_read(counter) >= target) return true;
+    if (is_reached(counter_read(counter), target)) return true;
     relax();
   }
   for (;;) {
     const int32_t seen = counter_read(counter);
-    if (seen >= target) return true;
+    if (is_reached(seen, target)) return true;
     if (!sleep_on(counter, seen, deadline_ns)) return false;
   }
 }
 
 bool counter_reach(const int32_t* counter, uint32_t target, int64_t deadline_ns) {
-  const auto ahead = [&](int32_t seen) { return int32_t(uint32_t(seen) - target) >= 0; };
   const int64_t start = steady_now_ns();
   do {
     for (int i = 0; i < kSpins; ++i) {
-      if (ahead(counter_read(counter))) return true;
+      if (is_reached(counter_read(counter), target)) return true;
       relax();
     }
     sched_yield();
   } while (steady_now_ns() - start < kAwakeNs);
   for (;;) {
     const int32_t seen = counter_read(counter);
-    if (ahead(seen)) return true;
+    if (is_reached(seen, target)) return true;
     if (!sleep_on(counter, seen, deadline_ns)) return false;
   }
 }
 
-bool counter_take(const int32_t* ready, int32_t target, int64_t deadline_ns, const void* from, void* to, size_t bytes,
+bool counter_take(const int32_t* ready, uint32_t target, int64_t deadline_ns, const void* from, void* to, size_t bytes,
                   int32_t* done) {
   if (!counter_wait(ready, target, deadline_ns)) return false;
   std::memcpy(to, from, bytes);

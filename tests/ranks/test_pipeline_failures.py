@@ -156,7 +156,7 @@ def refuse_all() -> list[str]:
 EXPECTED = {
     "twice": "ValueError: stages 0 and 1 are on different ranks of the schedule, but their meshes share the ranks [0]",
     "few meshes": "ValueError: got 1 meshes, expected one for each of the 2 stages",
-    "stranger": "ValueError: a mesh has rank 7, expected ranks of the process group: [0, 1, 2]",
+    "stranger": "ValueError: the meshes have the ranks [7], which are not in the process group of ranks [0, 1, 2]",
     "no module": ("ValueError: stage 1 is None on rank 1", "PeerMismatch: ranks are about to do different things"),
     "no loss": ("ValueError: rank 1 has the last stage and no loss_fn", "PeerMismatch: "),
     "backwards": "ValueError: got an edge from stage 1 to stage 0",

@@ -184,7 +184,7 @@ REFUSALS = [  # what is wrong, what the ranks that did it say, and which they ar
     ("dtype", "torch.float64), expected", TARGETS),
     ("plain", "is a plain tensor of shape (3,), expected a DTensor", [1]),
     ("memory", "lies in the same memory as a source", [2]),
-    ("mesh", "the mesh has the ranks [5], which are not in the process group", range(5)),
+    ("mesh", "the meshes have the ranks [5], which are not in the process group", range(5)),
 ]
 
 

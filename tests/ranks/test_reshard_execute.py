@@ -192,7 +192,7 @@ def refuse(kind: str) -> str:
 
 REFUSALS = [
     ("plans", "PeerMismatch: ranks are about to do different things"),
-    ("ranks", "ValueError: the meshes of the plan have the ranks [9], which are not in the process group"),
+    ("ranks", "ValueError: the meshes have the ranks [9], which are not in the process group"),
     ("staging", "ValueError: max_staging_bytes is 1048576, expected at least"),
 ]
 

@@ -28,8 +28,9 @@ from weft.bench.reshard_cases import CASES, PAPER, ReshardCase, llama_state
 from weft.cluster import Cluster
 from weft.layout import Layout, Mesh
 from weft.reshard import STRATEGIES, Plan, TensorSpec, plan_reshard, plan_tensors
+from weft.reshard.assign import Piece, assign_balanced, whole
 from weft.reshard.demands import find_demands
-from weft.reshard.planner import Strategy, assign_whole, hosts_of, lower_bound, paper_schedule
+from weft.reshard.planner import hosts_of, lower_bound, paper_schedule
 from weft.reshard.script import ScriptWriter
 from weft.reshard.units import find_units
 
@@ -172,13 +173,15 @@ def test_the_table_of_the_paper(case: ReshardCase, naive: float, balanced: float
     _, streams = find_units([spec])
     demands = find_demands(streams, hosts_of([spec]), merge=False)
 
-    def seconds(senders: str, *, search: bool) -> float:
-        pieces = assign_whole(demands, Strategy(relay=True, senders=senders), cluster)  # type: ignore[arg-type]
+    first = [whole(i, demand, demand.sources[0], relay=True) for i, demand in enumerate(demands.demands)]
+    least_busy = assign_balanced(demands.demands, relay=True, rates=cluster.rates)
+
+    def seconds(pieces: list[Piece], *, search: bool) -> float:
         return round(paper_schedule(demands, pieces, cluster, search=search).seconds, 2)
 
-    assert seconds("first", search=False) == naive
-    assert seconds("balanced", search=False) == balanced
-    assert seconds("balanced", search=True) == ordered
+    assert seconds(first, search=False) == naive
+    assert seconds(least_busy, search=False) == balanced
+    assert seconds(least_busy, search=True) == ordered
     assert round(lower_bound([spec], cluster), 2) == bound
 
 

@@ -164,3 +164,19 @@ def test_refuses_a_negative_number() -> None:
     with pytest.raises(ValueError, match="number of counters is -1, expected 0 or more"):
         Counters(-1)
     assert len(Counters(0)) == 0
+
+
+@pytest.mark.parametrize("start", [2**31 - 2, 2**32 - 2])
+def test_counts_go_round(start: int) -> None:
+    counters, taken, out = Counters(1), Counters(1), torch.zeros(3)
+    counters.tensor[0] = (start + 2**31) % 2**32 - 2**31
+    for count in range(start + 1, start + 4):
+        assert not counters.has_reached(0, count)
+        with pytest.raises(PeerTimeout):
+            counters.wait(0, count, timeout=0.001, what="a value that is not there")
+        counters.add(0)
+        counters.wait(0, count, timeout=1.0, what="a value that is there")
+        source = torch.tensor([1.0, 2.0, 3.0]) * (count - start)
+        assert counters.take(0, count, source, out, done=(taken, 0), timeout=1.0)
+        assert torch.equal(out, source)
+    assert taken.read(0) == 3

@@ -4,6 +4,9 @@ A producer bumps a counter when a tile, a group of tiles or a buffer is ready; a
 counter has reached the value it needs. The counters are 32-bit words in process memory or in a shared
 `Window`, the sleep is a futex, and both are done by the native core without the GIL. Everything that a thread
 wrote before its `add` is visible to whoever returns from a `wait` that the `add` satisfied.
+
+Counters go round after 2^32, so that runs may be of any length: a count that both sides keep as a plain number,
+however large, has been reached when the counter is less than 2^31 ahead of it.
 """
 
 from __future__ import annotations
@@ -77,11 +80,22 @@ class Counters:
         _core.counter_add(self._word(index), value)
 
     def read(self, index: int) -> int:
-        """The present value of counter `index` (acquire order)."""
+        """The present value of counter `index` (acquire order), as a signed number of 32 bits."""
         return _core.counter_read(self._word(index))
 
+    def has_reached(self, index: int, value: int) -> bool:
+        """Whether `wait` would return at once.
+
+        >>> counters = Counters(1)
+        >>> counters.add(0, 2**31 - 1)
+        >>> counters.add(0, 2)
+        >>> counters.has_reached(0, 2**31 + 1), counters.has_reached(0, 2**31 + 2)
+        (True, False)
+        """
+        return (self.read(index) - value) % 2**32 < 2**31
+
     def wait(self, index: int, value: int, *, timeout: float, what: str) -> None:
-        """Sleeps until counter `index` is at least `value`; `PeerTimeout` names `what` after `timeout`
+        """Sleeps until counter `index` has reached `value`; `PeerTimeout` names `what` after `timeout`
         seconds.
         """
         word = self._word(index)

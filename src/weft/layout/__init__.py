@@ -12,7 +12,20 @@ and each part along axis 1. We add `P1` at the end for terms along axis 1: `S0RP
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from weft.layout.ints import Ints, format_ints, parse_ints
-from weft.layout.mesh import Mesh
+from weft.layout.mesh import Mesh, check_hosts, check_ranks
 from weft.layout.value import Box, Layout, ShardSizes
 
-__all__ = ["Box", "Ints", "Layout", "Mesh", "Partial", "Replicate", "Shard", "ShardSizes", "format_ints", "parse_ints"]
+__all__ = [
+    "Box",
+    "Ints",
+    "Layout",
+    "Mesh",
+    "Partial",
+    "Replicate",
+    "Shard",
+    "ShardSizes",
+    "check_hosts",
+    "check_ranks",
+    "format_ints",
+    "parse_ints",
+]

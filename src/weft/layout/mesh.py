@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -92,6 +92,33 @@ class Mesh:
         shape, ranks, hosts, axes = found.groups()
         sizes = () if shape == "scalar" else tuple(int(size) for size in shape.split("x"))
         return cls(parse_ints(ranks), sizes, parse_ints(hosts), tuple(axes.split(",")) if axes else ())
+
+
+def check_ranks(ranks: Iterable[int], real: Mapping[int, int]) -> None:
+    """All ranks of meshes must be in the process group, `real`: the host of each of its ranks."""
+    missing = [rank for rank in ranks if rank not in real]
+    if missing:
+        raise ValueError(
+            f"the meshes have the ranks {missing}, which are not in the process group of ranks {sorted(real)}; "
+            "expected a group with all of them; pass group="
+        )
+
+
+def check_hosts(meshes: Iterable[Mesh], real: Mapping[int, int]) -> None:
+    """Ranks that meshes put on one host must share one: they will share memory. `real` is as in `check_ranks`.
+
+    >>> check_hosts([Mesh.of([0, 1], hosts=[5, 5])], {0: 0, 1: 0})
+    """
+    first_on: dict[int, int] = {}
+    for mesh in meshes:
+        check_ranks(mesh.ranks, real)
+        for rank, host in zip(mesh.ranks, mesh.hosts, strict=True):
+            first = first_on.setdefault(host, rank)
+            if real[first] != real[rank]:
+                raise ValueError(
+                    f"meshes have ranks {first} and {rank} on host {host}, but they run on different hosts; give each "
+                    "rank the host that it runs on (weft.comm.Group.hosts), or a DeviceMesh, and hosts are found"
+                )
 
 
 def _flat(array: NDArray[Any]) -> tuple[int, ...]:

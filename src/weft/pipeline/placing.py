@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from weft.layout import Layout, Mesh, ShardSizes
+from weft.layout import Layout, Mesh, ShardSizes, check_ranks
 from weft.pipeline.channel import Way
 from weft.pipeline.graph import StageGraph
 from weft.pipeline.lowered import Direction
@@ -113,8 +113,7 @@ def as_mesh(given: Any, hosts: Mapping[int, int]) -> Mesh:
 
 def _hosts(ranks: Any, hosts: Mapping[int, int]) -> Any:
     if isinstance(ranks, int):
-        if ranks not in hosts:
-            raise ValueError(f"a mesh has rank {ranks}, expected ranks of the process group: {sorted(hosts)}")
+        check_ranks([ranks], hosts)
         return hosts[ranks]
     return [_hosts(each, hosts) for each in ranks]
 

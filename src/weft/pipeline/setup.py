@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from weft.layout import Mesh
+from weft.layout import check_hosts
 from weft.pipeline.graph import Edge, StageGraph, chain
 from weft.pipeline.microbatch import as_arguments, split_batch, split_keywords
 from weft.pipeline.placing import Placing, StageLayouts, as_mesh
@@ -49,23 +49,8 @@ def make_placing(
     real = dict(zip(wires.world, wires.hosts, strict=True))
     values = [as_mesh(mesh, real) for mesh in meshes]
     placing = Placing.of(schedule, graph, values, input_layouts, output_layouts)
-    _check_hosts(values, real)
+    check_hosts(values, real)
     return placing
-
-
-def _check_hosts(meshes: Sequence[Mesh], real: Mapping[int, int]) -> None:
-    """Ranks that meshes put on one host must share one: they will share memory."""
-    seen: dict[int, int] = {}
-    for mesh in meshes:
-        for rank, host in zip(mesh.ranks, mesh.hosts, strict=True):
-            if rank not in real:
-                raise ValueError(f"a mesh has rank {rank}, expected ranks of the process group: {sorted(real)}")
-            first = seen.setdefault(host, rank)
-            if real[first] != real[rank]:
-                raise ValueError(
-                    f"meshes have ranks {first} and {rank} on host {host}, but they run on different hosts; give each "
-                    "rank the host that it runs on, or give meshes as lists of ranks, and hosts are found"
-                )
 
 
 def make_stages(

@@ -1,6 +1,5 @@
 """Who sends what: demands become pieces, each with a tree of transfers between hosts.
 
-    first      the first host that holds a demand sends it
     balanced   the host that has the least to send so far sends it, large demands first
     split      a demand is divided among all hosts that hold it, and hosts that received it pass it on,
                so that the busiest card is the least busy that it can be (`flow.py`)
@@ -57,13 +56,11 @@ def loads(demands: Sequence[Demand], pieces: Sequence[Piece], hosts: int) -> tup
     return out, into
 
 
-def assign_first(demands: Sequence[Demand], *, relay: bool) -> list[Piece]:
-    """Every demand from its first source; `relay` passes it on from host to host, else the source sends to each."""
-    return [whole(i, demand, demand.sources[0], relay) for i, demand in enumerate(demands)]
-
-
 def assign_balanced(demands: Sequence[Demand], *, relay: bool, rates: Rates) -> list[Piece]:
-    """Every demand from the source that has the least to send, the largest demand first."""
+    """Every demand from the source that has the least to send, the largest demand first.
+
+    `relay` passes it on from host to host, else the source sends to each.
+    """
     busy = np.zeros(len(rates))
     pieces: dict[int, Piece] = {}
     for i in sorted(range(len(demands)), key=lambda i: -demands[i].nbytes):

@@ -22,7 +22,7 @@ from weft.comm import Group
 from weft.comm.deadline import Deadline
 from weft.comm.tags import Line, Span, turn
 from weft.errors import PeerTimeout
-from weft.layout import Box, Layout
+from weft.layout import Box, Layout, check_hosts, check_ranks
 from weft.reshard.lanes import Landing, Lane, Outgoing, Taking
 from weft.reshard.parts import Parts
 from weft.reshard.plan import Plan
@@ -50,9 +50,13 @@ class Executor:
         """`note` is compared among the ranks as well: what else they must have in common."""
         self.plan, self.group = plan, group
         self._world = tuple(dist.get_process_group_ranks(group.pg))
-        _check_ranks(plan, self._world)
+        check_ranks(plan.ranks, self._hosts())
         with turn(group.pg, Line.RESHARD.title, Deadline.after(group.timeout)):
             self._open(max_staging_bytes, note)
+
+    def _hosts(self) -> dict[int, int]:
+        """The host of each rank, by its number in the world."""
+        return dict(zip(self._world, self.group.hosts, strict=True))
 
     def _open(self, max_staging_bytes: int, note: str) -> None:
         plan, group = self.plan, self.group
@@ -60,7 +64,7 @@ class Executor:
         lease = group.lease("reshard", text, tags=len(plan.chunks), line=Line.RESHARD)
         self.tags: Span = lease
         self._release = weakref.finalize(self, lease.release)  # by `close`, or with the executor
-        _check_hosts(plan, group, self._world)
+        check_hosts(plan.meshes, self._hosts())
         self.rank = self._world[group.rank]
         writer = ScriptWriter(plan)
         self.script = writer.of(self.rank)
@@ -168,28 +172,6 @@ class Pending:
 
 def _ignore(_: int) -> None:
     pass
-
-
-def _check_ranks(plan: Plan, world: tuple[int, ...]) -> None:
-    missing = [rank for rank in plan.ranks if rank not in world]
-    if missing:
-        raise ValueError(
-            f"the meshes of the plan have the ranks {missing}, which are not in the process group of ranks "
-            f"{list(world)}; expected a group with all of them; pass group="
-        )
-
-
-def _check_hosts(plan: Plan, group: Group, world: tuple[int, ...]) -> None:
-    """Ranks that the plan puts on one host must share one: they will share memory."""
-    real = {rank: group.hosts[i] for i, rank in enumerate(world)}
-    seen: dict[int, int] = {}
-    for rank in plan.ranks:
-        first = seen.setdefault(plan.host_of[rank], rank)
-        if real[first] != real[rank]:
-            raise ValueError(
-                f"the plan has ranks {first} and {rank} on host {plan.host_of[rank]}, but they run on different hosts; "
-                "give each rank of the meshes the host that it runs on (weft.comm.Group.hosts)"
-            )
 
 
 def check_locals(plan: Plan, rank: int, tensors: Mapping[int, Tensor], side: str) -> dict[int, Box]:

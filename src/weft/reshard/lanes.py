@@ -17,8 +17,7 @@ from weft.comm import PeerLost, Transfer
 from weft.comm.tags import Line, Mark
 from weft.errors import PeerTimeout, WeftError
 from weft.reshard.parts import Parts, as_flat, pack, reduce_into, unpack
-from weft.reshard.script import Receive, Ring, Send, Take
-from weft.reshard.simulate import RECEIVES_AHEAD, SENDS_AHEAD
+from weft.reshard.script import RECEIVES_AHEAD, SENDS_AHEAD, Receive, Ring, Send, Take
 from weft.reshard.staging import Pool, Stopped, Wait, done_counts
 from weft.reshard.units import Ranks
 from weft.timeline import Kind

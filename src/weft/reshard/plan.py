@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from weft.cluster import Cluster
-from weft.layout import Box, Ints
+from weft.layout import Box, Ints, Mesh
 from weft.reshard.chunks import Chunks, Hops
 from weft.reshard.units import Streams, TensorSpec, Units
 from weft.timeline import Timeline
@@ -72,10 +72,14 @@ class Plan:
         return hash(self.digest)
 
     @cached_property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """All meshes of the layouts, each once."""
+        return tuple(dict.fromkeys(layout.mesh for tensor in self.tensors for layout in (tensor.src, tensor.dst)))
+
+    @cached_property
     def host_of(self) -> dict[int, int]:
         """The host of each rank of the meshes."""
-        meshes = {layout.mesh: None for tensor in self.tensors for layout in (tensor.src, tensor.dst)}
-        return {rank: host for mesh in meshes for rank, host in zip(mesh.ranks, mesh.hosts, strict=True)}
+        return {rank: host for mesh in self.meshes for rank, host in zip(mesh.ranks, mesh.hosts, strict=True)}
 
     def boxes_of(self, rank: int, side: str) -> dict[int, Box]:
         """Where a rank's shard of each tensor lies on one side ("src" or "dst"), by index; only those that it has."""

@@ -19,7 +19,7 @@ import torch
 
 from weft.cluster import Cluster
 from weft.layout import Ints, Layout
-from weft.reshard.assign import Piece, assign_balanced, assign_first, assign_split, whole
+from weft.reshard.assign import Piece, assign_balanced, assign_split, whole
 from weft.reshard.chunks import (
     Chunks,
     Cuts,
@@ -58,7 +58,7 @@ class Strategy:
     each_taker: bool = False
     relay: bool = False
     rotate: bool = False
-    senders: Literal["first", "balanced", "split"] = "balanced"
+    senders: Literal["balanced", "split"] = "balanced"
     order: Literal["given", "search", "open_shop"] = "given"
 
 
@@ -123,7 +123,8 @@ def plan_tensors(
     if how.senders == "split":
         pieces, bound = assign_split(demands.demands, rates=cluster.rates)
     else:
-        pieces, bound = assign_whole(demands, how, cluster), lower_bound(tensors, cluster)
+        pieces = assign_balanced(demands.demands, relay=how.relay, rates=cluster.rates)
+        bound = lower_bound(tensors, cluster)
     chunk = chunk_bytes or _chunk_bytes(bound, cluster, relayed=any(_is_relayed(piece) for piece in pieces))
     items = [demands.demands[piece.demand].itemsize for piece in pieces]
     if how.order == "open_shop":
@@ -163,13 +164,6 @@ def _is_relayed(piece: Piece) -> bool:
 def _chunk_bytes(bound: float, cluster: Cluster, *, relayed: bool) -> int:
     wanted = bound * float(cluster.rates.max()) / (_CHUNKS_PER_RELAY if relayed else _CHUNKS_PER_CARD)
     return int(min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 1 << max(0, round(np.log2(max(wanted, 1)))))))
-
-
-def assign_whole(demands: Demands, how: Strategy, cluster: Cluster) -> list[Piece]:
-    """One sender for each demand."""
-    if how.senders == "first":
-        return assign_first(demands.demands, relay=how.relay)
-    return assign_balanced(demands.demands, relay=how.relay, rates=cluster.rates)
 
 
 def paper_jobs(demands: Demands, pieces: Sequence[Piece], cluster: Cluster) -> list[Job]:

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.reshard.script import RECEIVES_AHEAD, SENDS_AHEAD
 from weft.timeline import Event, Timeline
 
 if TYPE_CHECKING:
     from weft.reshard.plan import Plan
 
-SENDS_AHEAD = 8
-RECEIVES_AHEAD = 16
 _DONE = 1e-6  # bytes
 
 Floats = NDArray[np.float64]

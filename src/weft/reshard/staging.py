@@ -20,8 +20,7 @@ from weft.comm import Counters, Group, PeerLost, Window
 from weft.comm.deadline import Deadline
 from weft.comm.tags import Line
 from weft.errors import PeerTimeout
-from weft.reshard.script import Ring
-from weft.reshard.simulate import RECEIVES_AHEAD, SENDS_AHEAD
+from weft.reshard.script import RECEIVES_AHEAD, SENDS_AHEAD, Ring
 from weft.reshard.units import Ranks
 
 # How long a wait sleeps before it looks whether this rank, or one on its host, has failed.
@@ -157,7 +156,7 @@ class Wait:
 
     def until(self, counters: Counters, index: int, value: int, own: Counters, what: Callable[[], str]) -> None:
         """Returns when a counter has reached `value`; `own` are this rank's, the first of which tells of failure."""
-        if counters.read(index) >= value:
+        if counters.has_reached(index, value):
             return
         deadline = Deadline.after(self.timeout)
         while True:

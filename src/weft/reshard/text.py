@@ -30,8 +30,7 @@ _HOP = re.compile(r"(\d+)(?:([>+])(\d+)|=)")
 
 def header(plan: Plan) -> list[str]:
     """What was asked: the lines from which the units follow."""
-    meshes = {layout.mesh: "" for tensor in plan.tensors for layout in (tensor.src, tensor.dst)}
-    names = {mesh: f"M{i}" for i, mesh in enumerate(meshes)}
+    names = {mesh: f"M{i}" for i, mesh in enumerate(plan.meshes)}
     lines = [f"reshard plan {plan.strategy}, chunks of {plan.chunk_bytes} bytes", f"cluster {plan.cluster}"]
     lines += [f"mesh {name} {mesh}" for mesh, name in names.items()]
     for tensor in plan.tensors:
