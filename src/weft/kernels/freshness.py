@@ -20,13 +20,13 @@ import threading
 import weakref
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from weft import _core
+from weft._torch import local_tensor, version_of
 
 # Whoever writes must find the stamps of what was written, and only knows the memory. So stamps are listed here, weakly.
 _stamps: weakref.WeakSet[Stamp] = weakref.WeakSet()
@@ -51,7 +51,7 @@ class Stamp:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._marks = [_mark(t) for t in tensors]
-        spans = [_span(local) for local in map(_local, tensors)]
+        spans = [_span(local) for local in map(local_tensor, tensors)]
         self._starts = array("q", [start for start, _, _ in spans])
         self._sizes = array("q", [size for _, size, _ in spans])
         self._storages = frozenset(storage for _, _, storage in spans)
@@ -82,19 +82,11 @@ class Stamp:
         return _core.sample(self._starts.buffer_info()[0], self._sizes.buffer_info()[0], len(self._starts))
 
 
-_PLAIN = (Tensor, nn.Parameter)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    inside: Any = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
-    return inside  # type: ignore[no-any-return]
-
-
 def _mark(tensor: Tensor) -> tuple[int, int, int]:
     """Its memory and version; of a DTensor, both versions: an optimiser counts up one of them, others the other."""
-    local = _local(tensor)
-    version = -1 if local.is_inference() else local._version  # made in inference mode, it counts nothing
-    return local.data_ptr(), version, version if local is tensor or tensor.is_inference() else tensor._version
+    local = local_tensor(tensor)
+    version = version_of(local)
+    return local.data_ptr(), version, version if local is tensor else version_of(tensor)
 
 
 def _span(tensor: Tensor) -> tuple[int, int, int]:
@@ -118,7 +110,7 @@ def written(tensors: Iterable[Tensor]) -> None:
     >>> stamp.holds([w])
     False
     """
-    storages = {_local(t).untyped_storage().data_ptr() for t in tensors}
+    storages = {local_tensor(t).untyped_storage().data_ptr() for t in tensors}
     for stamp in _listed():
         if not stamp._storages.isdisjoint(storages):
             stamp._written = True
@@ -149,7 +141,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     written(parameters)
     # FSDP fills other memory from these, later, and without a word.
-    if any(_local(p) is not p for p in parameters):
+    if any(local_tensor(p) is not p for p in parameters):
         for stamp in _listed():
             stamp._doubtful = True
 
