@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _functorch, _get_tracing_state
-from torch.distributed import ProcessGroup
+from torch._C import DispatchKey, _dispatch_keys, _functorch, _get_tracing_state
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 from torch.nn import Parameter
 from torch.nn.modules import module as _module
+
+if TYPE_CHECKING:  # its import takes as long as torch's own, and not everybody has DTensors
+    from torch.distributed.tensor import DTensor
 
 # Process groups ---------------------------------------------------------------------------------------------
 
@@ -23,12 +27,12 @@ def group_store(pg: ProcessGroup) -> Store:
     torch drops this very object when the group is destroyed, and keeps it nowhere else. The public
     `ProcessGroup.get_group_store` gives another object for the same store.
     """
-    return dist.distributed_c10d._get_process_group_store(pg)
+    return distributed_c10d._get_process_group_store(pg)
 
 
 def group_by_name(name: str) -> ProcessGroup:
     """The process group that custom ops know as `name`."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def group_timeout(pg: ProcessGroup, device: str) -> float:
@@ -37,9 +41,38 @@ def group_timeout(pg: ProcessGroup, device: str) -> float:
     return float(options._timeout.total_seconds())
 
 
+def gloo_group(name: str, ranks: Sequence[int], *, timeout: float) -> ProcessGroup:
+    """`dist.new_group` over gloo for these ranks alone, in this order, under a name that they have agreed on.
+
+    `new_group(use_local_synchronization=True)` names a group by its ranks and by how many groups this process is in:
+    ranks that are in different numbers of groups never meet, and a group that is made after another one of its ranks
+    was destroyed finds that one's addresses in the store.
+    """
+    world, here = distributed_c10d._world, dist.get_rank()
+    _, store = world.pg_map[distributed_c10d._get_default_group()]
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(here),
+        list(ranks),
+        dist.Backend("gloo"),
+        store,
+        distributed_c10d.GroupName(name),
+        timeout=timedelta(seconds=timeout),
+    )
+    assert isinstance(made, ProcessGroup)
+    world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
+
+
 # Tensors ----------------------------------------------------------------------------------------------------
 
 _PLAIN = (Tensor, Parameter)
+_WRAPPERS = (
+    DispatchKey.Python,
+    DispatchKey.FuncTorchBatched,
+    DispatchKey.FuncTorchGradWrapper,
+    DispatchKey.Functionalize,
+)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -51,6 +84,50 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to, as torch counts; -1 for one made in inference mode, which counts nothing."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor, once a functional collective that still writes it is done; others are themselves."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        done: Tensor = tensor.wait()
+        return done
+    return tensor
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether it has no memory of its own: subclasses that dispatch in Python, and what torch.func hands out."""
+    keys = _dispatch_keys(tensor)
+    return any(keys.has(key) for key in _WRAPPERS)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """False for the zeros that automatic differentiation makes without memory."""
+    return not torch._is_zerotensor(tensor)
+
+
+# DTensors ---------------------------------------------------------------------------------------------------
+
+
+def strided_shard() -> type[Any]:
+    """The placement with which FSDP2 says that a later axis of the mesh cuts first."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard
+
+
+def shard_order(tensor: DTensor) -> dict[int, tuple[int, ...]]:
+    """For each dim of a DTensor that is cut, the mesh axes in the order in which they cut it, where torch says so."""
+    return {int(entry[0]): tuple(entry[1]) for entry in getattr(tensor._spec, "shard_order", None) or ()}
+
+
+def strides_are_order(tensor: DTensor) -> bool:
+    """False where a strided shard came from a view, and really means strides."""
+    spec: Any = tensor._spec
+    return getattr(spec, "use_strided_shard_as_shard_order", True) is not False
 
 
 # Modules, transformations and tracers -----------------------------------------------------------------------

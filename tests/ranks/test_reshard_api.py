@@ -183,7 +183,7 @@ REFUSALS = [  # what is wrong, what the ranks that did it say, and which they ar
     ("shape", "local dst tensor of 'tensor' on rank 4 is ((3, 3), torch.float32), expected ((2, 6)", [4]),
     ("dtype", "torch.float64), expected", TARGETS),
     ("plain", "is a plain tensor of shape (3,), expected a DTensor", [1]),
-    ("memory", "lies in the same memory as a source", [2]),
+    ("memory", "lies in the same memory as source", [2]),
     ("mesh", "the meshes have the ranks [5], which are not in the process group", range(5)),
 ]
 

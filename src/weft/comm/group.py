@@ -184,7 +184,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
         )
     if tensor.dtype == torch.uint8 and tensor.dim() == 1:
         return tensor
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # Not view(-1): the one element of a strided tensor counts as contiguous, and keeps its stride.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def as_text(data: bytes, what: str, rank: int) -> str:

@@ -69,6 +69,11 @@ class Meeting:
         self._store = store_of(pg) if store is None else store
         self._turn = self._answer(lambda: self._store.add(f"weft/{name}/turn/{self.rank}", 1), "count")
 
+    @property
+    def number(self) -> int:
+        """Which meeting of its name it is, the same on all ranks: from 1 on."""
+        return self._turn
+
     def post(self, step: str, value: Any) -> None:
         """Posts `value` (anything that JSON can say) as this rank's word for `step`."""
         text = json.dumps(value)

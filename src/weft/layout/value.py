@@ -66,7 +66,8 @@ class Layout:
         object.__setattr__(self, "order", self._canonical(order))
 
     def _check(self, axis: int, placement: object) -> None:
-        if not isinstance(placement, Shard | Replicate | Partial | ShardSizes):
+        # Their own types and no others: a Partial that masks or takes norms is not a plain sum of its terms.
+        if type(placement) not in (Shard, Replicate, Partial, ShardSizes):
             raise ValueError(
                 f"placement of axis {axis} is {placement!r}, expected Shard, ShardSizes, Replicate or Partial"
             )
@@ -77,7 +78,12 @@ class Layout:
             )
 
     def _canonical(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        """The order with everything sorted that does not matter, so that equal layouts compare equal."""
+        """The order with everything sorted that does not matter, so that equal layouts compare equal.
+
+        While dims count from the end, nobody knows which of them are the same; see `normal`.
+        """
+        if any((_dim(placement) or 0) < 0 for placement in self.placements):
+            return order
         groups: dict[object, list[int]] = {}
         for axis in order:
             dim = _dim(self.placements[axis])
@@ -87,6 +93,24 @@ class Layout:
             for place, axis in zip(sorted(axes), axes, strict=True):
                 result[place] = axis
         return tuple(result)
+
+    def normal(self, ndim: int) -> Layout:
+        """The same layout for tensors of `ndim` dims, with dims that count from the first.
+
+        >>> Layout(Mesh.grid(2, 2), [Shard(-1), Replicate()]).normal(3).placements
+        (Shard(dim=2), Replicate())
+        """
+        self.dim_axes(ndim)  # refuses dims that the tensor does not have
+        if all((_dim(placement) or 0) >= 0 for placement in self.placements):
+            return self
+        placements = []
+        for placement in self.placements:
+            if isinstance(placement, ShardSizes):
+                placement = ShardSizes(placement.dim % ndim, placement.sizes)
+            elif isinstance(placement, Shard):
+                placement = Shard(placement.dim % ndim)
+            placements.append(placement)
+        return Layout(self.mesh, tuple(placements), self.order)
 
     def dim_axes(self, ndim: int) -> list[list[int]]:
         """For each dim the axes that cut it, in order."""

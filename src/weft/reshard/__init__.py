@@ -9,11 +9,11 @@ from types import ModuleType
 from typing import Any
 
 from weft.reshard.api import reshard, reshard_state_dict
-from weft.reshard.describe import Source
 from weft.reshard.execute import Executor, Pending
 from weft.reshard.job import Handle
 from weft.reshard.plan import Plan, Traffic
 from weft.reshard.planner import STRATEGIES, plan_reshard, plan_tensors
+from weft.reshard.sides import Source
 from weft.reshard.units import TensorSpec
 
 __all__ = [

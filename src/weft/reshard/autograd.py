@@ -6,26 +6,44 @@ backward   dy: dst layout -> dx: src layout, with Replicate where x was Partial 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
+from weft.comm import Group
 from weft.layout import Layout
-from weft.reshard.job import Job
+from weft.reshard.job import Job, Options
+from weft.reshard.memory import memory_of
 from weft.reshard.units import TensorSpec
 
 
-def move(job: Job) -> Tensor:
-    """Runs a job of one tensor; the result is part of the graph on every rank.
+@dataclass(frozen=True)
+class WayBack:
+    """What the backward pass needs to know of a move. Not the move itself: that holds the result, which holds this.
+
+    number: which call it was, so that ranks which go back in different orders notice
+    """
+
+    comm: Group
+    spec: TensorSpec
+    options: Options
+    rank: int
+    device: torch.device
+    number: int
+
+
+def differentiate(way: WayBack, source: Tensor | None, move: Callable[[], Tensor]) -> Tensor:
+    """What `move` returns, as part of the graph on every rank.
 
     A rank that has nothing of the source still takes part in the backward pass: an empty tensor that
     requires a gradient ties it to the graph.
     """
     anchor = torch.empty(0, requires_grad=True)
-    result: Tensor = _Move.apply(job.src.get(0), anchor, job)  # type: ignore[no-untyped-call]
+    result: Tensor = _Move.apply(source, anchor, way, move)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -45,21 +63,26 @@ def gradient_spec(spec: TensorSpec) -> TensorSpec:
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: Tensor | None, anchor: Tensor, job: Job) -> Tensor:
-        ctx.job = job
-        ctx.averaged = job.specs[0].src.reduce_op == "avg"
-        return job.run()[job.specs[0].name]
+    def forward(ctx: Any, source: Tensor | None, anchor: Tensor, way: WayBack, move: Callable[[], Tensor]) -> Tensor:
+        ctx.way = way
+        ctx.nothing = None if source is None else source.new_zeros(source.shape if source.numel() == 0 else 0)
+        return move()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        job: Job = ctx.job
-        spec = gradient_spec(job.specs[0])
-        shard = {spec.name: grad.contiguous()} if job.rank in spec.src.mesh.ranks else {}
-        back = Job(job.comm, [spec], shard, {}, job.options, device=job.device).run()[spec.name]
-        if ctx.averaged:
-            back = back / spec_terms(job.specs[0])
-        return back if job.src else None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        way: WayBack = ctx.way
+        spec = gradient_spec(way.spec)
+        shard = {spec.name: memory_of(grad).contiguous()} if way.rank in spec.src.mesh.ranks else {}
+        note = f"gradient of reshard {way.number}"
+        job = Job(way.comm, [spec], shard, {}, way.options, device=way.device, note=note)
+        back = job.run()[spec.name]
+        if way.spec.src.reduce_op == "avg":
+            back = back / spec_terms(way.spec)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        # A rank that has nothing of the source may have got it from a reshard, whose backward pass it has to join.
+        return back if way.rank in spec.dst.mesh.ranks else ctx.nothing, None, None, None
 
 
 def spec_terms(spec: TensorSpec) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Shard
 
-from weft.layout import Layout, Mesh, ShardSizes
+from weft._torch import shard_order, strided_shard, strides_are_order
+from weft.layout import Layout, Mesh
+
+StridedShard = strided_shard()
 
 
 def mesh_of(device_mesh: DeviceMesh, hosts: Mapping[int, int]) -> Mesh:
@@ -28,46 +32,72 @@ def device_mesh_of(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
 
 
 def layout_of(
-    device_mesh: DeviceMesh, placements: Sequence[Any], hosts: Mapping[int, int], shape: Sequence[int]
+    device_mesh: DeviceMesh, placements: Sequence[Any], hosts: Mapping[int, int], *, order: Sequence[int] = ()
 ) -> Layout:
-    """The layout of torch's placements; `shape` is the whole tensor's.
+    """The layout of torch's placements.
 
     `_StridedShard`, with which FSDP2 says that a later axis cuts first, becomes an order of the axes.
     """
     mesh = mesh_of(device_mesh, hosts)
-    plain: list[Placement | ShardSizes] = []
-    order = list(range(len(mesh.shape)))
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, _StridedShard):
-            plain.append(Shard(placement.dim))
-            _move_back(order, axis, placement, placements, mesh, shape)
-        else:
-            plain.append(placement)
-    return Layout(mesh, tuple(plain), tuple(order))
+    plain = [Shard(each.dim) if isinstance(each, StridedShard) else each for each in placements]
+    return Layout(mesh, tuple(plain), tuple(order or _cutting_order(placements, mesh.shape)))
 
 
-def _move_back(
-    order: list[int], axis: int, placement: Any, placements: Sequence[Any], mesh: Mesh, shape: Sequence[int]
-) -> None:
-    """Puts `axis` after the later axes that cut the dim before it: as many as make up the split factor."""
-    later = [a for a in range(axis + 1, len(placements)) if getattr(placements[a], "dim", None) == placement.dim]
-    factor, last = 1, axis
-    for other in later:
-        if factor < placement.split_factor:
-            factor, last = factor * mesh.shape[other], other
-    parts = mesh.shape[axis] * factor
-    if factor != placement.split_factor or shape[placement.dim] % parts:
+def _cutting_order(placements: Sequence[Any], sizes: Sequence[int]) -> list[int]:
+    """The axes in the order in which they cut: a split factor says into how many parts others have cut before.
+
+    >>> _cutting_order([StridedShard(0, split_factor=2), StridedShard(0, split_factor=2), Shard(0)], (4, 3, 2))
+    [2, 0, 1]
+    """
+    result = list(range(len(placements)))
+    if not any(isinstance(each, StridedShard) for each in placements):
+        return result
+    if any(getattr(each, "dim", 0) < 0 for each in placements):
+        raise ValueError(f"got the placements {tuple(placements)}, expected dims that count from the first")
+    for dim in {each.dim for each in placements if isinstance(each, StridedShard)}:
+        axes: list[int] = []
+        for axis in reversed(range(len(placements))):
+            if getattr(placements[axis], "dim", None) == dim:
+                axes.insert(_place(axis, placements[axis], [sizes[other] for other in axes]), axis)
+        for place, axis in zip(sorted(axes), axes, strict=True):
+            result[place] = axis
+    return result
+
+
+def _place(axis: int, placement: Any, sizes: Sequence[int]) -> int:
+    """After how many of the later axes, of these sizes, an axis cuts."""
+    factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+    before = [math.prod(sizes[:count]) for count in range(len(sizes) + 1)]
+    if factor not in before:
         raise ValueError(
-            f"axis {axis} is placed as {placement} of a dim of {shape[placement.dim]}, expected a split factor that "
-            f"the later axes make up, and {parts} equal parts; give the layout yourself, with Layout(order=...)"
+            f"axis {axis} is placed as {placement}, expected a split factor that later axes make up, one of {before}; "
+            "give the layout yourself, with Layout(order=...)"
         )
-    order.remove(axis)
-    order.insert(order.index(last) + 1, axis)
+    return before.index(factor)
 
 
 def layout_of_dtensor(tensor: DTensor, hosts: Mapping[int, int]) -> Layout:
     """The layout of a DTensor."""
-    return layout_of(tensor.device_mesh, tensor.placements, hosts, tensor.shape)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    strided = [each for each in placements if isinstance(each, StridedShard)]
+    if not strided:
+        order = list(range(mesh.ndim))
+        for axes in shard_order(tensor).values():
+            for place, axis in zip(sorted(axes), axes, strict=True):
+                order[place] = axis
+        return layout_of(mesh, placements, hosts, order=order)
+    for each in () if strides_are_order(tensor) else strided:
+        parts = math.prod(mesh.size(axis) for axis, other in enumerate(placements) if _same_dim(each, other))
+        if tensor.shape[each.dim] % parts:
+            raise ValueError(
+                f"a DTensor of shape {tuple(tensor.shape)} is placed as {placements} by a view, expected {parts} equal "
+                "parts; redistribute() it before"
+            )
+    return layout_of(mesh, placements, hosts)
+
+
+def _same_dim(a: Any, b: Any) -> bool:
+    return bool(getattr(b, "dim", None) == a.dim)
 
 
 def to_dtensor(

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,12 +23,13 @@ from weft import tracing
 from weft.comm import Group
 from weft.comm.deadline import Deadline
 from weft.comm.tags import Line, Span, turn
-from weft.errors import PeerTimeout
+from weft.errors import PeerTimeout, WeftError
 from weft.layout import Box, Layout, check_hosts, check_ranks
 from weft.reshard.lanes import Landing, Lane, Outgoing, Taking
+from weft.reshard.memory import mark_written
 from weft.reshard.parts import Parts
 from weft.reshard.plan import Plan
-from weft.reshard.script import ScriptWriter
+from weft.reshard.script import Script, ScriptWriter
 from weft.reshard.staging import Rings, Slots, Stopped
 
 DEFAULT_STAGING = 256 << 20
@@ -83,18 +86,28 @@ class Executor:
         dst: Mapping[int, Tensor],
         *,
         on_bytes: Callable[[int], None] | None = None,
+        also_written: Sequence[Tensor] = (),
+        then: Callable[[], None] | None = None,
     ) -> Pending:
         """Starts to move: `src` and `dst` are this rank's local tensors, by the plan's index of the tensor.
 
         The sources may not change, and the destinations are not ready, until the handle is waited for.
-        `on_bytes` is told, on another thread, of every chunk that has landed.
+        `on_bytes` is told, on another thread, of every chunk that has landed. When all is done, on such a thread too,
+        the destinations and what is `also_written` (DTensors around them) are marked as written to; `then` is called.
         """
         if self._busy is not None:
             self._busy.wait()
         before, after = self._parts(src, "src"), self._parts(dst, "dst")
         lane = Lane(self, before, after, self._runs, tracing.current(), on_bytes or _ignore)
+        written = [*(dst[index] for index in self.plan.boxes_of(self.rank, "dst")), *also_written]
+
+        def end() -> None:
+            mark_written(written)
+            if then is not None:
+                then()
+
         self._runs += 1
-        self._busy = Pending(self, lane)
+        self._busy = Pending(self, lane, end)
         return self._busy
 
     def _parts(self, tensors: Mapping[int, Tensor], side: str) -> Parts:
@@ -114,7 +127,9 @@ class Executor:
         return self._world.index(rank)
 
     def close(self) -> None:
-        """Frees the staging memory and lets go of the tensors. Not collective; not while a transfer is under way."""
+        """Frees the staging memory and lets go of the tensors, when a transfer that is under way has ended."""
+        if self._busy is not None:
+            self._busy.join()
         self._known.clear()
         self.rings.close()
         self._release()
@@ -122,16 +137,20 @@ class Executor:
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._busy is not None and kind is not None and not issubclass(kind, Exception):
+            self._busy.abandon()  # an interrupt does not wait for the peers
         self.close()
 
 
 class Pending:
     """A reshard under way; `wait` for it. Sources must not change before that."""
 
-    def __init__(self, executor: Executor, lane: Lane) -> None:
+    def __init__(self, executor: Executor, lane: Lane, end: Callable[[], None] | None = None) -> None:
+        """`end` is called by the last of the threads; at once if there is nothing to do."""
         self._executor = executor
         self._lane = lane
+        self._end = end or _do_nothing
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()
         works: list[Landing | Outgoing | Taking] = [Landing(lane), Outgoing(lane), Taking(lane)]
@@ -140,8 +159,11 @@ class Pending:
             for work in works
             if work.has_work
         ]
+        self._running = len(self._threads)
         for thread in self._threads:
             thread.start()
+        if not self._threads:
+            self._end()
 
     def wait(self) -> None:
         """Returns when this rank's part is done; raises what went wrong.
@@ -149,25 +171,50 @@ class Pending:
         Of several errors it is the one of a thread that ran out of time: what the others lost, they lost by
         that.
         """
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
+        self.join()
         if self._errors:
             raise min(self._errors, key=lambda error: not isinstance(error, PeerTimeout))
 
+    def join(self) -> None:
+        """Returns when this rank's part is done, or has failed."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def abandon(self) -> None:
+        """Ends it now, on the peers too: they lose this rank."""
+        if any(thread.is_alive() for thread in self._threads):
+            self._fail(WeftError("the transfer was interrupted"))
+
     def _do(self, run: Callable[[], None]) -> None:
         try:
-            run()
+            with torch.inference_mode():  # so that tensors made in that mode can be written to, too
+                run()
         except Stopped:
             pass
         except BaseException as error:
-            with self._lock:
+            self._fail(error)
+        with self._lock:
+            self._running -= 1
+            is_last = self._running == 0
+        if is_last:
+            try:
+                self._end()
+            except BaseException as error:
                 self._errors.append(error)
-                first = len(self._errors) == 1
-            if first:
-                self._lane.wait.stop.set()
-                self._executor.rings.fail()
-                self._lane.break_off()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._errors.append(error)
+            first = len(self._errors) == 1
+        if first:
+            self._lane.wait.stop.set()
+            self._executor.rings.fail()
+            self._lane.break_off()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _ignore(_: int) -> None:
@@ -189,3 +236,12 @@ def check_locals(plan: Plan, rank: int, tensors: Mapping[int, Tensor], side: str
                 f"{layout.notation(len(spec.shape))} of {spec.shape}; give the shard that the layout says"
             )
     return boxes
+
+
+def tensors_read(plan: Plan, script: Script) -> set[int]:
+    """The tensors, by index, of which a rank reads its source shard: to send it, to keep it, or to add it."""
+    chunks = [each.chunk for each in script.sends] + [each.chunk for each in script.receives if each.adds]
+    streams = np.unique(plan.chunks.stream[chunks]) if chunks else np.zeros(0, np.int64)
+    units = plan.units
+    sent = units.tensor[np.isin(units.stream, streams)]
+    return {int(index) for index in np.unique(np.concatenate([sent, units.tensor[script.keeps]]))}

@@ -19,6 +19,7 @@ from weft.errors import PeerTimeout, WeftError
 from weft.reshard.parts import Parts, as_flat, pack, reduce_into, unpack
 from weft.reshard.script import RECEIVES_AHEAD, SENDS_AHEAD, Receive, Ring, Send, Take
 from weft.reshard.staging import Pool, Stopped, Wait, done_counts
+from weft.reshard.terms import average
 from weft.reshard.units import Ranks
 from weft.timeline import Kind
 
@@ -176,7 +177,7 @@ class Landing:
             assert op is not None
             reduce_into(memory, wire, lane.src.of_chunk(chunk), op)
             if receive.last_term and op == "avg":
-                memory.view(wire).div_(lane.src.terms(chunk))
+                average(memory.view(wire), lane.src.terms(chunk))
         if receive.forward:
             key = self._key(receive, memory, direct)
             sent = [(lane.send(memory, rank, chunk), chunk, receive.depth + 1) for rank in receive.forward]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.layout import Box
 from weft.reshard.plan import Plan
+from weft.reshard.terms import REDUCE
 
 Index = tuple[slice, ...]
 
@@ -141,7 +142,8 @@ class Parts:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    signs = tensor.is_conj(), tensor.is_neg()  # the same memory read in another way
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, signs
 
 
 def _cut(tensor: Tensor, low: Sequence[int], box: Index) -> Tensor:
@@ -159,7 +161,11 @@ def as_flat(views: Sequence[Tensor], wire: torch.dtype) -> Tensor | None:
         return None
     (view,) = views
     ready = view.dtype == wire and view.device.type == "cpu" and view.is_contiguous()
-    return view.view(-1) if ready else None
+    if not ready or view.is_conj() or view.is_neg():
+        return None
+    if view.dim() == 1 and view.stride(0) == 1:
+        return view
+    return view.as_strided((view.numel(),), (1,))  # the one element of a strided tensor may have any stride
 
 
 def pack(views: Sequence[Tensor], wire: torch.dtype, memory: Tensor) -> None:
@@ -174,7 +180,7 @@ def unpack(memory: Tensor, wire: torch.dtype, views: Sequence[Tensor]) -> None:
 
 def reduce_into(memory: Tensor, wire: torch.dtype, views: Sequence[Tensor], op: str) -> None:
     """Reduces the views into `memory`: what is there comes first, so that terms are added in order."""
-    _each(views, wire, memory, _REDUCE[op])
+    _each(views, wire, memory, REDUCE[op])
 
 
 def _each(views: Sequence[Tensor], wire: torch.dtype, memory: Tensor, act: Callable[[Tensor, Tensor], object]) -> None:
@@ -185,12 +191,3 @@ def _each(views: Sequence[Tensor], wire: torch.dtype, memory: Tensor, act: Calla
         part = flat if size == flat.numel() else flat[at : at + size]
         act(part if view.dim() == 1 else part.view(view.shape), view)
         at += size
-
-
-_REDUCE: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "sum": lambda total, term: total.add_(term),
-    "avg": lambda total, term: total.add_(term),
-    "product": lambda total, term: total.mul_(term),
-    "max": lambda total, term: torch.maximum(total, term, out=total),
-    "min": lambda total, term: torch.minimum(total, term, out=total),
-}

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from weft.layout import Ints, Layout
+from weft.reshard.terms import why_not_cast, why_not_reduced
 
 Ranks = tuple[int, ...]
 Kind = tuple[torch.dtype, str | None]
@@ -45,6 +46,18 @@ class TensorSpec:
     dst_dtype: torch.dtype
 
     def __post_init__(self) -> None:
+        for side in ("src", "dst"):
+            object.__setattr__(self, side, getattr(self, side).normal(len(self.shape)))
+        op = self.src.reduce_op
+        reason = None if op is None else why_not_reduced(self.dtype, op)
+        if reason is not None:
+            raise ValueError(
+                f"tensor {self.name!r} of {self.dtype} has terms that are to be reduced by {op!r}: {reason}; cast it "
+                "before, or reduce in another way"
+            )
+        reason = why_not_cast(self.dtype, self.dst_dtype)
+        if reason is not None:
+            raise ValueError(f"tensor {self.name!r} of {self.dtype} cannot become {self.dst_dtype}: {reason}")
         if self.dst.partial_axes:
             raise ValueError(
                 f"destination of tensor {self.name!r} is {self.dst.placements}, expected Shard or Replicate; "

@@ -23,8 +23,7 @@ from weft.parallel.files.materialise import Slot, slots
 from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems, rank_of
 from weft.parallel.files.weight_files import DTYPES, INDEX_NAME
 from weft.parallel.files.weight_writer import Entry, Writer
-from weft.reshard import reshard_state_dict
-from weft.reshard.describe import Source
+from weft.reshard import Source, reshard_state_dict
 
 GATHER_BYTES = 256 << 20
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}

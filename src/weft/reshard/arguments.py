@@ -1,0 +1,195 @@
+"""What a rank gives to a reshard: gathered and checked first, so that a problem of one rank is told to all.
+
+Nothing here may raise before the ranks have met: a rank that left earlier would keep the others waiting, and its next
+call would meet their last one. So whatever is wrong is kept as the rank's `problem` until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from weft.comm import Group
+from weft.comm.deadline import Deadline
+from weft.comm.tags import Line, turn
+from weft.layout import Layout, Mesh, check_ranks
+from weft.reshard.autograd import WayBack
+from weft.reshard.describe import Word, exchange
+from weft.reshard.dtensor import layout_of, layout_of_dtensor, to_dtensor
+from weft.reshard.job import Job, Options
+from weft.reshard.memory import check_apart, check_source, check_target, find_ties, memory_of
+from weft.reshard.sides import Source, Target
+
+DEFAULT_TIMEOUT = 60.0
+
+
+@dataclass
+class Arguments:
+    """This rank's tensors of both sides, by name.
+
+    shards:   of the source, as the user gave them
+    outs:     to be written into, as the user gave them
+    wrappers: how results become DTensors
+    """
+
+    comm: Group
+    problem: Exception | None = None
+    sources: dict[str, Source] = field(default_factory=dict)
+    targets: dict[str, Target] = field(default_factory=dict)
+    shards: dict[str, Tensor] = field(default_factory=dict)
+    outs: dict[str, Tensor] = field(default_factory=dict)
+    wrappers: dict[str, tuple[DeviceMesh, tuple[Any, ...]]] = field(default_factory=dict)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        self.ranks = dist.get_process_group_ranks(self.comm.pg)
+        self.rank = self.ranks[self.comm.rank]
+        self.hosts = dict(zip(self.ranks, self.comm.hosts, strict=True))
+
+    @classmethod
+    def of(cls, group: ProcessGroup | Group | None, timeout: float) -> Arguments:
+        """None yet; `group` as the public functions take it."""
+        if isinstance(group, Group):
+            return cls(group)
+        problem = None
+        try:
+            Deadline.after(timeout)
+        except (ValueError, TypeError) as error:
+            problem, timeout = error, DEFAULT_TIMEOUT
+        pg: Any = dist.group.WORLD if group is None else group
+        if pg is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this rank is not in the process group, expected a call on the ranks of the group only")
+        return cls(Group(pg, timeout=timeout), problem)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Keeps what goes wrong inside; the first problem counts."""
+        try:
+            yield
+        except Exception as error:
+            self.problem = self.problem or error
+
+    def add_source(self, name: str, tensor: Tensor | None, known: Source | None) -> None:
+        """A tensor of the source: a DTensor, or a shard of what is `known`; None for one that this rank has not."""
+        if known is not None:
+            self.sources[name] = Source(tuple(map(int, known.shape)), known.dtype, known.layout)
+        if tensor is None or (known is None and _is_nothing(tensor)):
+            return
+        check_source(name, tensor)
+        if isinstance(tensor, DTensor):
+            layout = layout_of_dtensor(tensor, self._hosts_of(tensor.device_mesh))
+            own = Source(tuple(tensor.shape), tensor.dtype, layout)
+            if self.sources.setdefault(name, own) != own:
+                raise ValueError(f"tensor {name!r} is {own}, but src= says {known}; leave src= away for a DTensor")
+        elif known is None:
+            raise ValueError(
+                f"tensor {name!r} is a plain tensor of shape {tuple(tensor.shape)}, expected a DTensor, or "
+                "src= with the Source (shape, dtype, layout) that it is a shard of"
+            )
+        elif self.rank not in known.layout.mesh.ranks and tensor.numel():
+            raise ValueError(
+                f"rank {self.rank} gives a shard of tensor {name!r}, whose mesh has the ranks "
+                f"{known.layout.mesh.ranks}, expected None on other ranks"
+            )
+        self.shards[name] = tensor
+        self.device = tensor.device
+
+    def add_target(
+        self, name: str, where: Any, out: Tensor | None, *, dtype: torch.dtype | None, only_floating: bool, cast: bool
+    ) -> None:
+        """Where a tensor goes: a mesh and placements, a Layout, or the DTensor to write into; `out` to write into."""
+        if isinstance(where, DTensor):
+            if out is not None and out is not where:
+                raise ValueError(f"destination {name!r} is a DTensor, and out= another one, expected one of the two")
+            out = where
+        layout = self._layout(name, where)
+        shape = tuple(out.shape) if isinstance(out, DTensor) else None
+        if isinstance(out, DTensor):
+            own = layout_of_dtensor(out, self._hosts_of(out.device_mesh))
+            if own.normal(out.ndim) != layout.normal(out.ndim):
+                raise ValueError(f"destination {name!r} is {layout}, but out= lies as {own}, expected the same")
+        if out is not None:
+            check_target(name, out)
+            if self.rank in layout.mesh.ranks:
+                self.outs[name] = out
+            elif out.numel() and not isinstance(out, DTensor):
+                raise ValueError(
+                    f"rank {self.rank} gives out= for {name!r}, whose mesh has the ranks {layout.mesh.ranks}, expected "
+                    "none on other ranks"
+                )
+            if cast:
+                dtype, only_floating = out.dtype, False
+        self.targets[name] = Target(layout, dtype, only_floating, shape)
+
+    def _layout(self, name: str, where: Any) -> Layout:
+        if isinstance(where, Layout):
+            return where
+        if isinstance(where, DTensor):
+            return layout_of_dtensor(where, self._hosts_of(where.device_mesh))
+        if isinstance(where, Tensor):
+            raise ValueError(
+                f"destination {name!r} is a plain tensor of shape {tuple(where.shape)}, expected a DTensor; give a "
+                "Layout, or a mesh and placements, and the tensor as out="
+            )
+        mesh, placements = where
+        if isinstance(mesh, Mesh):
+            return Layout(mesh, tuple(placements))
+        if len(placements) != mesh.ndim:
+            raise ValueError(
+                f"got {len(placements)} placements {tuple(placements)} for a mesh of {mesh.ndim} axes, expected one "
+                "for each; use Replicate() for axes that do nothing"
+            )
+        self.wrappers[name] = (mesh, tuple(placements))
+        return layout_of(mesh, placements, self._hosts_of(mesh))
+
+    def _hosts_of(self, mesh: DeviceMesh) -> dict[int, int]:
+        check_ranks(mesh.mesh.reshape(-1).tolist(), self.hosts)
+        return self.hosts
+
+    def job(self, asked: str, options: Options, *, differentiable: bool) -> tuple[Job, WayBack | None]:
+        """The move of all tensors, and the way back if it is to be differentiated, once all ranks have met."""
+        records = torch.is_grad_enabled()
+        word = Word(f"{asked}: {options}", self.sources, self.targets, recording=records, writes=bool(self.outs))
+        word.gradient = differentiable and records and any(x.requires_grad for x in self.shards.values())
+        shards: dict[str, Tensor] = {}
+        outs: dict[str, Tensor] = {}
+        with self.noting():
+            shards = {name: memory_of(tensor) for name, tensor in self.shards.items()}
+            outs = {name: memory_of(tensor) for name, tensor in self.outs.items()}
+            check_apart(shards, outs)
+            word.source_ties, word.target_ties = find_ties(shards), find_ties(outs)
+        word.problem = self.problem
+        with turn(self.comm.pg, Line.RESHARD.title, Deadline.after(self.comm.timeout)):
+            known = exchange(self.comm, self.ranks, word)
+            note, written = f"{asked} {known.number}", list(self.outs.values())
+            job = Job(self.comm, known.specs, shards, outs, options, device=self.device, note=note, written=written)
+        if not known.differentiable:
+            return job, None
+        return job, WayBack(self.comm, known.specs[0], options, self.rank, self.device, known.number)
+
+    def wrap(self, shards: Mapping[str, Tensor], job: Job) -> dict[str, Tensor]:
+        """Results as the user is to have them: his own tensors where he gave some, DTensors on a DeviceMesh."""
+        result: dict[str, Tensor] = dict(shards)
+        for spec in job.specs:
+            own = self.outs.get(spec.name)
+            # torch cannot differentiate through the empty DTensor of a rank outside of its mesh.
+            if spec.name in self.wrappers and not isinstance(own, DTensor) and job.rank in spec.dst.mesh.ranks:
+                mesh, placements = self.wrappers[spec.name]
+                result[spec.name] = to_dtensor(shards[spec.name], mesh, placements, spec.shape)
+            elif own is not None:
+                result[spec.name] = own
+        return result
+
+
+def _is_nothing(tensor: object) -> bool:
+    """Whether it is what a reshard returns on a rank outside of its destination."""
+    return isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.numel() == 0

@@ -1,0 +1,133 @@
+"""The users' tensors: what their memory must be like before a byte moves, and what is said after it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.distributed.tensor import DTensor
+
+from weft._torch import has_memory, is_wrapper, local_tensor, settled
+from weft.kernels.freshness import written
+
+Tie = tuple[str, str]
+"""Two names of one memory, such as those of tied weights."""
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """This rank's memory of a tensor or DTensor, without its graph; a collective that still writes it is waited for."""
+    local = settled(local_tensor(tensor)).detach()
+    return local if has_memory(local) else local.clone()
+
+
+def check_source(name: str, tensor: object) -> None:
+    """Raises unless bytes can be read from a tensor and the result is all that there is to it."""
+    local = _check(name, tensor)
+    if unpack_dual(local).tangent is not None:  # type: ignore[no-untyped-call]
+        raise ValueError(
+            f"tensor {name!r} has a tangent, expected none: reshard has no forward-mode derivative; use backward()"
+        )
+
+
+def check_target(name: str, tensor: object) -> None:
+    """Raises unless bytes can be written into a tensor, each to a place of its own."""
+    local = _check(name, tensor)
+    assert isinstance(tensor, Tensor)
+    if _overlaps_itself(local):
+        raise ValueError(
+            f"destination {name!r} has strides {local.stride()} for shape {tuple(local.shape)}: several elements share "
+            "memory, expected a place for each; give a clone()"
+        )
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            f"destination {name!r} is the result of operations that are recorded for gradients, expected one that is "
+            "not; what is written into it has no gradient: give detach() of it, or call under torch.no_grad()"
+        )
+
+
+def _check(name: str, tensor: object) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name!r} is a {type(tensor).__name__}, expected a tensor; leave it out")
+    local = settled(local_tensor(tensor))
+    strange = {
+        "is sparse or nested": local.layout != torch.strided,
+        "is on the meta device": local.is_meta,
+        "is quantised": local.is_quantized,
+        f"is a {type(local).__name__}, or wrapped by torch.func": is_wrapper(local),
+    }
+    for what, found in strange.items():
+        if found:
+            raise ValueError(f"tensor {name!r} {what}, expected a plain tensor with memory of its own")
+    return local
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements may share memory: True in doubt, which only tensors made with `as_strided` leave."""
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += (size - 1) * stride
+    return False
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and past its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def find_ties(tensors: Mapping[str, Tensor]) -> list[Tie]:
+    """Names whose tensors are the very same elements of one memory, each with the first name of it.
+
+    >>> x = torch.zeros(4, 4)
+    >>> find_ties({"a": x, "b": torch.zeros(4), "c": x, "d": x[:, :2]})
+    [('a', 'c')]
+    """
+    first: dict[Any, str] = {}
+    ties = []
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if first.setdefault(key, name) != name:
+                ties.append((first[key], name))
+    return ties
+
+
+def check_apart(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """Raises where a destination lies in memory of a source, which is read after it was written, or of another one.
+
+    Destinations that are wholly the same are left to who knows whether the same is written into both.
+    """
+    again = {name for _, name in find_ties(targets)}
+    parts = [(tensor.device, *_span(tensor), name, False) for name, tensor in sources.items() if tensor.numel()]
+    parts += [(t.device, *_span(t), n, True) for n, t in targets.items() if t.numel() and n not in again]
+    ends: dict[tuple[torch.device, bool], tuple[int, str]] = {}
+    for device, start, end, name, is_target in sorted(parts, key=lambda part: (str(part[0]), part[1])):
+        for other_is_target in (True, False):
+            last, other = ends.get((device, other_is_target), (0, ""))
+            if start < last and (is_target or other_is_target):
+                kinds = ["destination" if each else "source" for each in (is_target, other_is_target)]
+                raise ValueError(
+                    f"{kinds[0]} {name!r} lies in the same memory as {kinds[1]} {other!r}, expected memory of its own "
+                    "for each destination; leave out= away, or clone() one"
+                )
+        if end > ends.get((device, is_target), (0, ""))[0]:
+            ends[device, is_target] = (end, name)
+
+
+def mark_written(tensors: Iterable[Tensor]) -> None:
+    """Says that bytes were written into tensors by ways that torch does not see: its counts of versions go up.
+
+    Of a DTensor both counts: some look at the wrapper, others at the shard inside. And who keeps packed copies hears.
+    """
+    marked = list(tensors)
+    for tensor in marked:
+        torch.autograd.graph.increment_version(tensor)
+        if isinstance(tensor, DTensor):
+            torch.autograd.graph.increment_version(local_tensor(tensor))
+    written(marked)
