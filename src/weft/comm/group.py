@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import zip_longest
 
@@ -26,11 +27,12 @@ from torch.distributed import ProcessGroup, Work
 
 from weft.comm.deadline import Deadline
 from weft.comm.hosts import hosts_of
-from weft.errors import PeerLost, PeerMismatch, PeerTimeout
+from weft.errors import PeerLost, PeerMismatch, PeerTimeout, WeftError
 
 # Tags from here on are for weft's own messages.
 _TAG_LIMIT = 1 << 30
 _AGREE_TAG = _TAG_LIMIT
+_BREAK_TAG = _TAG_LIMIT + 1  # a message that is never sent
 _LENGTH_BYTES = 8
 
 
@@ -128,6 +130,17 @@ class Group:
     def barrier(self, what: str = "barrier", *, timeout: float | None = None) -> None:
         """Returns when all ranks are here; `PeerMismatch` when one of them is at an `agree` instead."""
         self.agree("barrier", what, timeout=timeout)
+
+    def break_off(self) -> None:
+        """Ends all waits of this rank in the group, and those of its peers for it, now and not at their deadlines.
+
+        gloo closes all connections that a rank has in a group when one of its waits runs out of time.
+        """
+        if self.size == 1:
+            return
+        with suppress(WeftError):
+            nothing = self._recv(torch.empty(1, dtype=torch.uint8), (self.rank + 1) % self.size, _BREAK_TAG)
+            nothing.wait(what="nothing", timeout=0.001)
 
     def _check(self, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
