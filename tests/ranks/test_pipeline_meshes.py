@@ -232,11 +232,10 @@ def skip_over_meshes() -> None:
         for stage in pipe.stages:
             for p, q in zip(modules[stage].parameters(), alone[stage].parameters(), strict=True):
                 assert torch.equal(p.grad, q.grad), stage
-        # Memory for received tensors: as many as the schedule keeps, not as many as came; steps add nothing.
+        # Memory for received tensors: as many as the schedule keeps and has on the way, not as many as came.
         incoming = {0: 3, 1: 3, 2: 2}[min(pipe.stages)]  # gradients, or tensors and a gradient
         keeps = made.peak_activations[0]
-        assert used[0] <= 2 * keeps * incoming * 1.13 * x[0].nbytes
-        assert used[2] <= used[0] + incoming * 1.13 * x[0].nbytes, used
+        assert max(used) <= 2 * keeps * incoming * 1.13 * x[0].nbytes, used
 
 
 def test_a_skip_over_meshes() -> None:

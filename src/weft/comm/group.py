@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import zip_longest
 
@@ -28,7 +29,7 @@ from weft.comm.deadline import Deadline
 from weft.comm.hosts import hosts_of
 from weft.comm.tags import CLAIM_BYTES, DEFAULT_TAG, FIRST_TAG, Lease, Line, Mark, Tag, ledger_of, turn
 from weft.comm.tell import MOST_BYTES, swap, tell
-from weft.errors import PeerLost, PeerMismatch, PeerTimeout
+from weft.errors import PeerLost, PeerMismatch, PeerTimeout, WeftError
 
 _DIGEST_BYTES = 32
 
@@ -154,6 +155,17 @@ class Group:
             texts = tell(self, mine[:MOST_BYTES], tag=line.mark(Mark.TEXT), deadline=deadline, what=about)
             raise PeerMismatch(differences([as_text(text, about, rank) for rank, text in enumerate(texts)]))
         return [word[_DIGEST_BYTES:] for word in words]
+
+    def break_off(self) -> None:
+        """Ends all waits of this rank in the group, and those of its peers for it, now and not at their deadlines.
+
+        gloo closes all connections that a rank has in a group when one of its waits runs out of time.
+        """
+        if self.size == 1:
+            return
+        with suppress(WeftError):
+            never = self.recv(torch.empty(1), (self.rank + 1) % self.size, tag=self.line.mark(Mark.NEVER))
+            never.wait(what="nothing", timeout=0.001)
 
     def _check(self, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:

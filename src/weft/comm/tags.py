@@ -61,6 +61,7 @@ class Mark(IntEnum):
     PING = 6
     WATCH = 7  # received and never sent: its end tells that the peer is gone
     NEVER = 8  # received and never sent: how a group is broken off
+    END = 9  # how a rank came to the end of a step
 
 
 class Line(Enum):

@@ -25,11 +25,6 @@ class Kind(enum.Enum):
         return _RANKING[self] < _RANKING[other]
 
     @property
-    def sends_gradient(self) -> bool:
-        """Whether the gradient for the stages before exists once this is done."""
-        return self in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-
-    @property
     def frees_activations(self) -> bool:
         """Whether nothing of the micro-batch is kept on the stage once this is done."""
         return self in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)

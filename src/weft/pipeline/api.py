@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +19,9 @@ from weft.cluster import Cluster
 from weft.errors import WeftError
 from weft.pipeline.context import Payload
 from weft.pipeline.costs import Costs, Transfers
+from weft.pipeline.ending import Ending
 from weft.pipeline.exchange import Exchange
+from weft.pipeline.failure import StageFailed
 from weft.pipeline.graph import Edge, StageGraph
 from weft.pipeline.links import Links, Options
 from weft.pipeline.lower import lower
@@ -25,7 +30,8 @@ from weft.pipeline.placing import StageLayouts
 from weft.pipeline.routes import Routes, join
 from weft.pipeline.runtime import Gone, Runner, Step, describe
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.setup import as_graph, as_member, give, make_placing, make_stages
+from weft.pipeline.seeds import check_seed
+from weft.pipeline.setup import as_graph, as_member, give, in_order_of_ends, make_placing, make_stages
 from weft.pipeline.stage import LossFn
 from weft.pipeline.wires import Wires
 from weft.reshard.staging import Stopped
@@ -69,6 +75,8 @@ class Pipeline:
     strategy, cluster, chunk_bytes: how edges are resharded; see `weft.plan_reshard`
     payload:    "tensors"; or "signals": a few bytes in place of each tensor, to measure what a network that costs
                 nothing would give. The results are then of no use
+
+    A step returns when all ranks are through with it; where one failed, all raise. One step at a time.
     """
 
     def __init__(
@@ -96,11 +104,13 @@ class Pipeline:
         self.schedule, self.timeout, self.seed = schedule, timeout, seed
         self.steps = 0
         self._broken: str | None = None
+        self._busy = threading.Lock()
         wires = Wires(dist.group.WORLD if group is None else group, timeout=timeout)  # type: ignore[arg-type]
         rank = wires.world[wires.rank]
         problem: ValueError | None = None
         text = ""
         try:
+            check_seed(seed)
             self.transfers = as_member(Transfers, transfers, "transfers")
             options = Options(strategy, cluster, chunk_bytes, as_member(Payload, payload, "payload"))
             self.graph = as_graph(edges, schedule.stages)
@@ -123,7 +133,10 @@ class Pipeline:
         self._place = self.placing.schedule_rank(rank)
         self._routes, self._forward_routes = join(self.lowered, self._forward)
         devices = {index: stage.device for index, stage in self.stages.items()}
+        self._ending_order = in_order_of_ends(self.placing)
         self._links = Links(wires, self.placing, self._routes, options, devices)
+        # Threads that wait in gloo at the end of the interpreter would abort the process.
+        self._at_end = weakref.finalize(self, self._links.abandon)
 
     def step(self, batch: Any = None, targets: Any = None, *, loss_scale: float = 1.0, **keywords: Any) -> Tensor:
         """One training step without the optimiser's: gradients are added to the `grad` of this rank's parameters.
@@ -139,20 +152,20 @@ class Pipeline:
         """
         if not self.schedule.has_backward:
             raise ValueError(f"schedule {self.schedule.name} has no backward; expected one with, or use eval_step")
-        step = self._run(self.lowered, self._routes, batch, targets, keywords, loss_scale, training=True)
-        return _in_order(step.losses)
+        if torch.is_inference_mode_enabled():
+            raise ValueError(
+                "step is called in torch.inference_mode, where nothing has a gradient; expected a call outside of it, "
+                "or eval_step"
+            )
+        with self._turn():
+            step = self._run(self.lowered, self._routes, batch, targets, keywords, float(loss_scale), training=True)
+        return step.stacked_losses
 
     def eval_step(self, batch: Any = None, targets: Any = None, **keywords: Any) -> Evaluation:
         """Forward passes only, in the same order and without gradients; modules are in `eval` mode meanwhile."""
-        modes = {module: module.training for stage in self.stages.values() for module in stage.module.modules()}
-        for stage in self.stages.values():
-            stage.module.eval()
-        try:
+        with self._turn(), _evaluating([stage.module for stage in self.stages.values()]):
             step = self._run(self._forward, self._forward_routes, batch, targets, keywords, 1.0, training=False)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        return Evaluation(_in_order(step.losses), [step.results[i] for i in sorted(step.results)])
+        return Evaluation(step.stacked_losses, [step.results[i] for i in sorted(step.results)])
 
     @property
     def peak_activations(self) -> dict[int, int]:
@@ -170,9 +183,8 @@ class Pipeline:
         return self.schedule.stages - 1 in self.stages
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages."""
-        for stage in self.stages.values():
-            yield from stage.module.parameters()
+        """The parameters of this rank's stages, each once, also where stages share it."""
+        yield from dict.fromkeys(p for stage in self.stages.values() for p in stage.module.parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """How many steps have been made, from which random numbers follow; modules have state dicts of their own."""
@@ -183,14 +195,20 @@ class Pipeline:
         self.steps = int(state["steps"])
 
     def close(self) -> None:
-        """Ends the threads and connections, when all ranks have come here. The pipeline is of no more use then."""
-        self._broken = self._broken or "it was closed"
-        self._links.close()
+        """Ends the threads and connections, when all ranks have come here. The pipeline is unusable then."""
+        with self._turn():
+            self._broken = self._broken or "it was closed"
+            self._links.close()
+            self._at_end.detach()
 
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and self._broken is None:
+            # The others may be in a step that waits for this rank.
+            self._broken = f"{type(error).__name__}: {error}"
+            self._links.fail(error, f"rank {self._links.rank} left the pipeline with {self._broken}")
         self.close()
 
     # -----------------------------------------------------------------------------------------------------------
@@ -210,8 +228,10 @@ class Pipeline:
             raise WeftError(f"the pipeline cannot be used any more: {self._broken}; make a new one")
         number, recorder, links = self.steps, tracing.current(), self._links
         if self._place is None:
+            self._look_for_failure()
             self.steps += training
             return Step({})
+        torch.clear_autocast_cache()  # weights may have changed since autocast kept a copy of them
         step = Step(
             give(
                 self.placing,
@@ -235,12 +255,16 @@ class Pipeline:
             recorder=recorder,
             in_turn=self.transfers is Transfers.OVERLAPPED,
         )
+        ending = Ending(
+            links.wires, self._ending_order, step=number, train=training, start=links.context.start, lost=links.lost
+        )
         runner = Runner(
             lowered,
             routes,
             self._place,
             self.stages,
             exchange,
+            ending,
             links.board,
             lost=links.lost,
             ranks_of={stage: self.placing.ranks_of(stage) for stage in range(self.schedule.stages)},
@@ -255,6 +279,26 @@ class Pipeline:
             raise self._end(error, step) from (None if isinstance(error, Gone | Stopped) else error.__cause__)
         self.steps += training
         return step
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call at a time: two would mix their tensors, in an order that differs from rank to rank."""
+        if not self._busy.acquire(blocking=False):
+            raise WeftError(
+                "the pipeline is in a step already, on another thread or further up; expected one call at a time; make "
+                "a pipeline for each thread"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _look_for_failure(self) -> None:
+        """For a rank without a stage, which waits for nobody: what others have failed at."""
+        failed = self._links.board.read()
+        if failed is not None:
+            self._broken = f"StageFailed: {failed}"
+            raise self._links.fail(StageFailed(failed), failed)
 
     def _end(self, error: BaseException, step: Step) -> BaseException:
         """Ends the step on all ranks, and returns what to raise here."""
@@ -273,5 +317,14 @@ class Pipeline:
         return shown
 
 
-def _in_order(losses: Mapping[int, Tensor]) -> Tensor:
-    return torch.stack([losses[i].reshape(()) for i in sorted(losses)]) if losses else torch.empty(0)
+@contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Modules in `eval` mode; each of their parts is as before after it."""
+    modes = {part: part.training for module in modules for part in module.modules()}
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode

@@ -13,19 +13,45 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from weft import tracing
+from weft._torch import version_of
 from weft.errors import LONGEST_SECONDS, PeerMismatch
 from weft.pipeline.cells import Cell, Gate
 from weft.pipeline.channel import Channel, Way
 from weft.pipeline.context import Context, Payload
+from weft.pipeline.ending import call_name
 from weft.pipeline.header import LENGTH, Header, is_cut, whole_shape
 from weft.pipeline.lowered import Direction, Transfer
 from weft.pipeline.routes import Leg, Routes
 from weft.reshard.staging import Stopped
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that others will read later: they must find what was there when it was kept."""
+
+    tensor: Tensor
+    version: int
+    name: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str) -> Kept:
+        """`name` is for errors."""
+        return cls(tensor, version_of(tensor), name)
+
+    def unchanged(self) -> Tensor:
+        """The tensor; raises if it was written to meanwhile."""
+        if version_of(self.tensor) != self.version:
+            raise ValueError(
+                f"{self.name} was written to while other stages were to read it, expected it to stay as it was until "
+                "the end of the step; return a new tensor from each forward pass, and write to a copy of an input"
+            )
+        return self.tensor
 
 
 class Exchange:
@@ -85,8 +111,9 @@ class Exchange:
         self._context.start(lambda: self._guarded(work, Transfer(producer, tensor, microbatch, producer, producer + 1)))
 
     def send(self, leg: Leg, tensor: Tensor) -> None:
-        """Begins to send; the tensor must not change until the step ends."""
-        self._put(leg, lambda one: self._send(one, tensor))
+        """Begins to send; the tensor must not change until the step ends: the step fails if it does."""
+        kept = Kept.of(tensor, str(leg.transfer))
+        self._put(leg, lambda one: self._send(one, kept))
 
     def arrival(self, transfer: Transfer) -> Cell:
         """Where the tensor of an incoming transfer will be."""
@@ -149,10 +176,16 @@ class Exchange:
         transfers += [wires.send_note(note, rank, number) for rank in others]
         for transfer in transfers:
             transfer.wait(what=f"the shape of {way.name}", timeout=LONGEST_SECONDS)
-        shards = {rank: Header.from_tensor(theirs).shape for rank, theirs in notes.items()} | {me: local}
-        return whole_shape(way.src, shards, way.name)
+        headers = {rank: self._checked(Header.from_tensor(theirs), rank) for rank, theirs in notes.items()}
+        for rank, header in headers.items():
+            if header.dtype != dtype:
+                raise PeerMismatch(
+                    f"{way.name} is {dtype} on rank {me} and {header.dtype} on rank {rank}; expected the shards of one "
+                    "tensor to have one type"
+                )
+        return whole_shape(way.src, {rank: header.shape for rank, header in headers.items()} | {me: local}, way.name)
 
-    def _send(self, leg: Leg, tensor: Tensor) -> None:
+    def _send(self, leg: Leg, kept: Kept) -> None:
         context, way = self._context, self._context.ways[leg.route]
         shape, dtype = self._known_shape(leg.transfer)
         notes = []
@@ -164,8 +197,9 @@ class Exchange:
             plan, script = context.planner.plan(way, shape, dtype)
             with self._gate.passing(leg.urgency) if self._in_turn else nullcontext():
                 start = tracing.now()
-                self._channel(leg).move(plan, script, tensor, None)
-                self._record("send", leg, start, tensor.nbytes)
+                self._channel(leg).move(plan, script, kept.tensor, None)
+                self._record("send", leg, start, kept.tensor.nbytes)
+        kept.unchanged()
         for transfer in notes:
             transfer.wait(what=f"the announcement of {leg.transfer}", timeout=LONGEST_SECONDS)
         self._sent[leg.transfer].set()
@@ -193,11 +227,14 @@ class Exchange:
         announcer = way.src.mesh.ranks[way.dst.mesh.ranks.index(context.rank) % way.src.mesh.size]
         what = f"the announcement of {leg.transfer}"
         context.wires.receive_note(note, announcer, number).wait(what=what, timeout=LONGEST_SECONDS)
-        header = Header.from_tensor(note)
+        return self._checked(Header.from_tensor(note), announcer)
+
+    def _checked(self, header: Header, rank: int) -> Header:
+        """The header, if the rank that it comes from is in the same call."""
         if (header.step, header.train) != (self._step, self._train):
-            here, there = _call(self._step, self._train), _call(header.step, header.train)
+            here, there = call_name(self._step, self._train), call_name(header.step, header.train)
             raise PeerMismatch(
-                f"rank {context.rank} is in {here} and rank {announcer} in {there}; call step and eval_step in the "
+                f"rank {self._context.rank} is in {here} and rank {rank} in {there}; call step and eval_step in the "
                 "same order on all ranks"
             )
         return header
@@ -211,8 +248,8 @@ class Exchange:
         if context.payload is Payload.SIGNALS:
             self._record("recv", leg, tracing.now(), 0)
             return context.zeros.setdefault((local, dtype), torch.zeros(local, dtype=dtype, device=device))
-        tensor = context.buffers.take(local, dtype, device)
         plan, script = context.planner.plan(way, shape, dtype)
+        tensor = context.buffers.take(local, dtype, device)
         self._channel(leg).move(plan, script, None, tensor, lambda _: begun.append(tracing.now()))
         self._record("recv", leg, begun[0] if begun else tracing.now(), tensor.nbytes)
         return tensor
@@ -237,7 +274,3 @@ def _listeners(way: Way, rank: int) -> list[int]:
     """The ranks of the destination to which this rank of the source announces a tensor."""
     place, size = way.src.mesh.ranks.index(rank), way.src.mesh.size
     return [other for i, other in enumerate(way.dst.mesh.ranks) if i % size == place]
-
-
-def _call(step: int, train: bool) -> str:
-    return f"{'step' if train else 'eval_step'} number {step}"

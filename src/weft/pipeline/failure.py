@@ -35,6 +35,8 @@ class Board:
     def __init__(self, pg: ProcessGroup, rank: int) -> None:
         """`pg` is a group of this pipeline alone: the store has a prefix for each."""
         self._store, self.rank, self._prefix = store_of(pg), rank, "weft/pipeline"
+        self._lock = threading.Lock()
+        self._asking: threading.Thread | None = None
 
     def post(self, text: str) -> str:
         """Says what failed on this rank; returns what was said first, which is what to blame."""
@@ -80,14 +82,21 @@ class Board:
         return None if found is None else json.loads(found)
 
     def _ask(self, call: Callable[[], T]) -> T | None:
-        """`call()` in a thread: a store blocks its client for ever when its server hangs."""
+        """`call()` in a thread: a store blocks its client for ever when its server hangs.
+
+        One question at a time: while the last one has no answer, the next ones have none either, at once, and the
+        thread that waits stays the only one.
+        """
         answer: list[T] = []
 
         def ask() -> None:
             with suppress(RuntimeError):  # the base of torch's store and network errors
                 answer.append(call())
 
-        thread = threading.Thread(target=ask, name="weft-pipeline-board", daemon=True)
-        thread.start()
-        thread.join(_ANSWER_SECONDS)
+        with self._lock:
+            if self._asking is not None and self._asking.is_alive():
+                return None
+            self._asking = threading.Thread(target=ask, name="weft-pipeline-board", daemon=True)
+            self._asking.start()
+            self._asking.join(_ANSWER_SECONDS)
         return answer[0] if answer else None

@@ -129,11 +129,18 @@ class Links:
 
     def close(self) -> None:
         """Ends threads and groups; not while a step runs. Waits for the other ranks, unless something had failed."""
+        self._close(together=self.failure is None)
+
+    def abandon(self) -> None:
+        """`close` without the others, for a pipeline that nobody closed. They lose this rank in their next step."""
+        self._close(together=False)
+
+    def _close(self, *, together: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        self.wires.close(together=self.failure is None)
         self.stop.set()
+        self.wires.close(together=together)
         self._crew.close()
         if self._shared is not None:
             self._shared.window.close()

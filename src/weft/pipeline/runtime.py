@@ -6,19 +6,21 @@ before it, and no longer than `timeout`; everything else that has to do with oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weft import tracing
-from weft.errors import PeerLost, PeerTimeout
+from weft.errors import PeerLost, PeerMismatch, PeerTimeout
 from weft.pipeline.action import Action, Kind
 from weft.pipeline.cells import Cell
 from weft.pipeline.costs import Transfers
-from weft.pipeline.exchange import Exchange
+from weft.pipeline.ending import Ending
+from weft.pipeline.exchange import Exchange, Kept
 from weft.pipeline.failure import Board
 from weft.pipeline.graph import Edge
 from weft.pipeline.lowered import Lowered, Receive, Transfer
@@ -60,6 +62,12 @@ class Step:
     results: dict[int, Any] = field(default_factory=dict)
     at: Action | None = None
 
+    @cached_property
+    def stacked_losses(self) -> Tensor:
+        """[micro-batches], or empty where there are none."""
+        losses = [self.losses[i].reshape(()) for i in sorted(self.losses)]
+        return torch.stack(losses) if losses else torch.empty(0)
+
 
 class Runner:
     """Executes this rank's list of a lowered schedule. One for each step."""
@@ -71,6 +79,7 @@ class Runner:
         rank: int,
         stages: Mapping[int, Stage],
         exchange: Exchange,
+        ending: Ending,
         board: Board,
         *,
         lost: Set[int],
@@ -82,16 +91,16 @@ class Runner:
     ) -> None:
         """`rank` is the schedule's, `ranks_of` the ranks of each stage's mesh, `lost` those that are gone."""
         self._lowered, self._routes, self._rank = lowered, routes, rank
-        self._stages, self._exchange, self._board = stages, exchange, board
+        self._stages, self._exchange, self._ending, self._board = stages, exchange, ending, board
         self._lost, self._ranks_of, self._timeout = lost, ranks_of, timeout
         self._transfers, self._training, self._recorder = transfers, training, recorder
         self._graph, self._schedule = lowered.graph, lowered.schedule
-        self._tensors: dict[tuple[int, str, int], Tensor] = {}  # made or received here, until the last use here
-        self._grads: dict[tuple[Edge, int], Tensor] = {}
+        self._tensors: dict[tuple[int, str, int], Kept] = {}  # made or received here, until the last use here
+        self._grads: dict[tuple[Edge, int], Kept] = {}
         self._keys = {key: i for i, key in enumerate(sorted({(e.source, e.tensor) for e in self._graph.edges}))}
 
     def run(self, step: Step) -> None:
-        """The whole list; returns when all has been computed, received and sent."""
+        """The whole list; returns when all has been computed, received and sent, on all ranks."""
         if self._transfers is Transfers.OVERLAPPED:
             self._exchange.open_first()
             for action in self._schedule.ranks[self._rank]:
@@ -101,6 +110,23 @@ class Runner:
         step.at = None
         for transfer in self._exchange.under_way():
             self._wait(self._exchange.departure(transfer), transfer, outgoing=True)
+        _ = step.stacked_losses  # whatever can fail on this rank fails before it says that it is through
+        self._end_together()
+
+    def _end_together(self) -> None:
+        """Returns when all ranks are through: one that fails before would leave the others with half a step."""
+        self._ending.say()
+        self._until(self._ending.done, self._what_ends, lambda: self._ending.waiting_for)
+        error = self._ending.done.get()
+        if isinstance(error, PeerMismatch):
+            raise error
+
+    def _what_ends(self) -> str:
+        ranks = ", ".join(f"{rank} (stage {self._stages_of(rank)})" for rank in self._ending.waiting_for)
+        return f"rank {ranks} to be through with the step"
+
+    def _stages_of(self, rank: int) -> str:
+        return _list([stage for stage, ranks in self._ranks_of.items() if rank in ranks])
 
     def _run_in_line(self, step: Step) -> None:
         """Every transfer is waited for before the next action, as with send and recv in a training loop."""
@@ -160,7 +186,7 @@ class Runner:
         key = (action.stage, name, action.microbatch)
         users = [edge.target for edge in self._graph.out_of(action.stage) if edge.tensor == name]
         if any(self._schedule.rank_of(user) == self._rank for user in users):
-            self._tensors[key] = tensor
+            self._tensors[key] = Kept.of(tensor, f"{name!r} of stage {action.stage}")
         if all(self._schedule.rank_of(user) == self._rank for user in users):
             return
         index = self._keys[action.stage, name] * self._schedule.microbatches + action.microbatch
@@ -175,11 +201,11 @@ class Runner:
         if key not in self._tensors:
             source = self._lowered.supplier(edge, action.microbatch)
             transfer = Transfer(edge.source, edge.tensor, action.microbatch, source, edge.target)
-            self._tensors[key] = self._take(transfer)
-        tensor = self._tensors[key]
+            self._tensors[key] = Kept.of(self._take(transfer), f"{edge.tensor!r} of stage {edge.source}")
+        kept = self._tensors[key]
         if self._last_use[key] == action:
             del self._tensors[key]
-        return tensor
+        return kept.unchanged()
 
     @cached_property
     def _last_use(self) -> dict[tuple[int, str, int], Action]:
@@ -193,12 +219,12 @@ class Runner:
 
     def _gradient(self, edge: Edge, action: Action) -> Tensor:
         if self._schedule.rank_of(edge.target) == self._rank:
-            return self._grads.pop((edge, action.microbatch))
+            return self._grads.pop((edge, action.microbatch)).unchanged()
         return self._take(Transfer(edge.source, edge.tensor, action.microbatch, edge.target, edge.source))
 
     def _send_back(self, edge: Edge, action: Action, grad: Tensor) -> None:
         if self._schedule.rank_of(edge.source) == self._rank:
-            self._grads[edge, action.microbatch] = grad
+            self._grads[edge, action.microbatch] = Kept.of(grad, f"the gradient of {edge}")
             return
         transfer = Transfer(edge.source, edge.tensor, action.microbatch, edge.target, edge.source)
         self._exchange.send(self._routes.legs[transfer], grad)
@@ -217,28 +243,34 @@ class Runner:
         return tensor
 
     def _wait(self, cell: Cell, transfer: Transfer, *, outgoing: bool) -> None:
-        """Returns when a transfer is done; raises when it takes too long, or when something has failed."""
+        """Returns when a transfer is done."""
+        ranks = self._ranks_of[transfer.target if outgoing else transfer.source]
+
+        def what() -> str:
+            action = self._routes.first_user(transfer) if outgoing else self._routes.maker(transfer)
+            return f"{transfer} {'to' if outgoing else 'from'} rank {_list(ranks)}: {describe(action)}"
+
+        self._until(cell, what, lambda: ranks)
+
+    def _until(self, cell: Cell, what: Callable[[], str], whom: Callable[[], tuple[int, ...]]) -> None:
+        """Returns when a cell is set; raises when the ranks `whom` take too long for that, or something has failed."""
         start, said = tracing.now(), False
-        other = transfer.target if outgoing else transfer.source
-        what = f"{transfer} {'to' if outgoing else 'from'} rank {_list(self._ranks_of[other])}: " + describe(
-            self._routes.first_user(transfer) if outgoing else self._routes.maker(transfer)
-        )
         while not cell.poll(min(_LOOK_SECONDS, self._timeout / 20)):
             waited = tracing.now() - start
             self._exchange.check()
-            gone = sorted(self._lost & set(self._ranks_of[other]))
+            gone = sorted(self._lost & set(whom()))
             if waited < _LOOK_SECONDS and not gone:
                 continue
             if self._board.read() is not None:
                 raise Gone
             if gone:
-                raise PeerLost(f"waited for {what}; rank {_list(gone)} died")
+                raise PeerLost(f"waited for {what()}; rank {_list(gone)} died")
             if waited > _SAY_PART * self._timeout and not said:
                 said = True
-                self._board.say_waiting(self._ranks_of[other], what)
+                self._board.say_waiting(whom(), what())
             if waited > self._timeout:
-                blame = self._board.blame(self._ranks_of[other])
-                raise PeerTimeout(f"{what} ({blame})", seconds=self._timeout)
+                blame = self._board.blame(whom())
+                raise PeerTimeout(f"{what()} ({blame})", seconds=self._timeout)
         if said:
             self._board.say_going_on()
 

@@ -36,14 +36,14 @@ def schedule(name: str, *, stages: int, microbatches: int, ranks: int | None = N
         raise ValueError(f"got the schedule {name!r}; expected one of: {', '.join(SCHEDULES)}")
     if stages < 1 or microbatches < 1:
         raise ValueError(f"got {stages} stages and {microbatches} micro-batches; expected at least 1 of each")
-    if name == INTERLEAVED:
+    one = _GENERATORS[name]
+    if one is None:
         return interleaved_1f1b(stages, microbatches, ranks=(stages + 1) // 2 if ranks is None else ranks)
     if ranks not in (None, stages):
         raise ValueError(
             f"got ranks={ranks} for {stages} stages of {name}; expected a rank for each stage; "
             f"{INTERLEAVED} puts several stages on a rank"
         )
-    one = _GENERATORS[name]
     return Schedule(name, stages, microbatches, tuple(one(stage, stages, microbatches) for stage in range(stages)))
 
 
@@ -85,12 +85,14 @@ def _in_turns(stage: int, microbatches: int, *, warm_up: int, weight_delay: int 
     return take_turns(forwards, backwards, warm_up=warm_up)
 
 
-_GENERATORS: dict[str, Callable[[int, int, int], Rank]] = {
+INTERLEAVED = "interleaved-1f1b"
+# What makes the list of one stage on a rank of its own; None for the one that puts several on a rank.
+_GENERATORS: dict[str, Callable[[int, int, int], Rank] | None] = {
     "gpipe": _gpipe,
     "1f1b": _1f1b,
     "eager-1f1b": _eager_1f1b,
     "eager-1f1b+delay": _eager_1f1b_delay,
+    INTERLEAVED: None,
     "zero-bubble": _zero_bubble,
 }
-INTERLEAVED = "interleaved-1f1b"
-SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "eager-1f1b", "eager-1f1b+delay", INTERLEAVED, "zero-bubble")
+SCHEDULES: tuple[str, ...] = tuple(_GENERATORS)

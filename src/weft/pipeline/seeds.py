@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from weft.errors import WeftError
+
+# torch has one generator for all threads; nobody else may draw from it while a forward pass has seeded it.
+_generator = threading.Lock()
 
 
 def seed_of(seed: int, step: int, stage: int, microbatch: int) -> int:
@@ -24,6 +32,48 @@ def seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
+    if not _generator.acquire(blocking=False):
+        raise WeftError(
+            "two pipelines with seed= run on two threads, but torch's random numbers come from one generator; expected "
+            "one at a time; run them on one thread, or without seed="
+        )
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            yield
+    finally:
+        _generator.release()
+
+
+def check_seed(seed: int | None) -> None:
+    """Raises unless seeds of forward passes can be made of it."""
+    if seed is not None and not -(1 << 31) <= seed < 1 << 32:
+        raise ValueError(f"seed is {seed}, expected None, or a number of 32 bits")
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Where torch's generators are: the CPU's, and that of the device that a stage computes on."""
+
+    cpu: Tensor
+    device: torch.device
+    own: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """As they are."""
+        own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        return cls(torch.get_rng_state(), device, own)
+
+
+@contextmanager
+def replayed(state: RandomState | None) -> Iterator[None]:
+    """Draws in this block what was drawn from `state` on; generators are as before after it."""
+    if state is None:
+        yield
+        return
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.set_rng_state(state.cpu)
+        if state.own is not None:
+            torch.get_device_module(state.device).set_rng_state(state.own, state.device)
         yield

@@ -15,6 +15,7 @@ from weft.pipeline.placing import Placing, StageLayouts, as_mesh
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.seeds import seed_of
 from weft.pipeline.stage import Given, LossFn, Stage
+from weft.pipeline.validate import run_in_steps
 from weft.pipeline.wires import Wires
 
 E = TypeVar("E", bound=Enum)
@@ -81,6 +82,18 @@ def make_stages(
             index, module, placing.graph, loss_fn=loss_fn if is_last else None, checkpoint=index in kept
         )
     return found
+
+
+def in_order_of_ends(placing: Placing) -> tuple[int, ...]:
+    """All ranks that have a stage, those that should be through with a step last before those that end early."""
+    steps = run_in_steps(placing.schedule, placing.graph).of
+    last = [max(steps[action] for action in actions) for actions in placing.schedule.ranks]
+    ends = {
+        each: last[placing.schedule.rank_of(stage)]
+        for stage in range(placing.schedule.stages)
+        for each in placing.ranks_of(stage)
+    }
+    return tuple(sorted(ends, key=lambda each: (-ends[each], each)))
 
 
 def give(

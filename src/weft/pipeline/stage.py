@@ -9,6 +9,7 @@ W   gradients of weights, from what I kept
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
 
+from weft._torch import version_of
 from weft.pipeline.graph import Edge, StageGraph
-from weft.pipeline.seeds import seeded
+from weft.pipeline.seeds import RandomState, replayed, seeded
 from weft.pipeline.split import SplitBackward
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -49,6 +52,8 @@ class _Micro:
     given: Given
     roots: dict[str, GradientEdge]
     split: SplitBackward | None = None
+    loss_seed: Tensor | None = None  # the gradient of the loss, on the last stage
+    random: RandomState | None = None  # from which a checkpointed forward pass drew
 
 
 @dataclass(frozen=True)
@@ -100,15 +105,14 @@ class Stage:
         self.live += 1
         self.peak = max(self.peak, self.live)
         if not training:
-            with torch.no_grad():
-                outcome = self._run(dict(inputs), given)
+            outcome = self._run_plain(dict(inputs), given)
             self.live -= 1
             return outcome
         leaves = {edge: self._leaf(edge, x) for edge, x in inputs.items()}
         micro = _Micro(leaves, given, {})
         if self._checkpoint:
-            with torch.no_grad():
-                outcome = self._run(leaves, given)
+            micro.random = RandomState.now(self.device) if given.seed is None else None
+            outcome = self._run_once_of_two(leaves, given)
         else:
             outcome = self._record(micro)
         self._micros[microbatch] = micro
@@ -123,7 +127,8 @@ class Stage:
         micro = self._take(microbatch)
         roots, seeds = self._seeds(micro, grads)
         if roots:
-            torch.autograd.backward(roots, seeds)
+            with without_autocast(self.device):
+                torch.autograd.backward(roots, seeds)
         self.live -= 1
         return {edge: _or_zeros(x.grad, x) for edge, x in micro.inputs.items() if x.requires_grad}
 
@@ -133,28 +138,53 @@ class Stage:
         self._micros[microbatch] = micro
         leaves = {edge: x for edge, x in micro.inputs.items() if x.requires_grad}
         micro.split = SplitBackward(*self._seeds(micro, grads), list(leaves.values()))
-        found = micro.split.input_gradients()
+        with without_autocast(self.device):
+            found = micro.split.input_gradients()
         return {edge: _or_zeros(grad, x) for (edge, x), grad in zip(leaves.items(), found, strict=True)}
 
     def weight_gradient(self, microbatch: int) -> None:
         """W: the gradients that I left out."""
         micro = self._take(microbatch)
         assert micro.split is not None, "the schedule has I before W"
-        micro.split.weight_gradients()
+        with without_autocast(self.device):
+            micro.split.weight_gradients()
         self.live -= 1
 
     def _take(self, microbatch: int) -> _Micro:
         micro = self._micros.pop(microbatch)
         if self._checkpoint and micro.split is None:
-            self._record(micro)
+            with replayed(micro.random):
+                self._record(micro)
         return micro
 
     def _record(self, micro: _Micro) -> Outcome:
         """The forward pass with its graph, of which the roots are kept: not the outputs, whose memory may go."""
         with torch.enable_grad():
             outcome = self._run(micro.inputs, micro.given)
-        ends = dict(outcome.tensors) if outcome.loss is None else {"": outcome.loss}
+        ends = dict(outcome.tensors)
+        if outcome.loss is not None:
+            _check_loss(outcome.loss)
+            ends, micro.loss_seed = {"": outcome.loss}, torch.full_like(outcome.loss.detach(), micro.given.scale)
         micro.roots = {name: get_gradient_edge(y) for name, y in ends.items() if y.requires_grad}
+        return outcome
+
+    def _run_plain(self, inputs: Mapping[Edge, Tensor], given: Given) -> Outcome:
+        """Without a graph. What autocast keeps of the weights then has none either, and must not be found later."""
+        with torch.no_grad():
+            outcome = self._run(inputs, given)
+        torch.clear_autocast_cache()
+        return outcome
+
+    def _run_once_of_two(self, inputs: Mapping[Edge, Tensor], given: Given) -> Outcome:
+        """The first forward pass of a checkpointed stage; the second one must find the module as this one did."""
+        before = {name: version_of(buffer) for name, buffer in self.module.named_buffers()}
+        outcome = self._run_plain(inputs, given)
+        for name, buffer in self.module.named_buffers():
+            if before.get(name) != version_of(buffer):
+                raise ValueError(
+                    f"stage {self.index} writes to its buffer {name!r} in its forward pass, which checkpoint= runs "
+                    f"twice; expected a pass that leaves buffers alone; leave stage {self.index} out of checkpoint="
+                )
         return outcome
 
     def _run(self, inputs: Mapping[Edge, Tensor], given: Given) -> Outcome:
@@ -169,8 +199,8 @@ class Stage:
             loss = None
             if self._loss_fn is not None and given.target is not None:
                 loss = self._loss_fn(result, given.target)
-                if not isinstance(loss, Tensor) or loss.numel() != 1:
-                    raise ValueError(f"loss_fn returned {_shape(loss)}, expected a tensor of one element")
+                if not isinstance(loss, Tensor) or isinstance(loss, DTensor) or loss.numel() != 1:
+                    raise ValueError(f"loss_fn returned {_shape(loss)}, expected a plain tensor of one element")
         return Outcome({}, result, loss)
 
     def _named(self, result: Any) -> dict[str, Tensor]:
@@ -187,7 +217,19 @@ class Stage:
                 )
                 + ", which its edges name"
             )
-        return {name: result[name] for name in self.names}
+        return {name: self._plain(name, result[name]) for name in self.names}
+
+    def _plain(self, name: str, x: Any) -> Tensor:
+        """What can be sent as bytes, or handed on: a dense tensor with its values in memory."""
+        if isinstance(x, DTensor) or not isinstance(x, Tensor):
+            remedy = "; give x.to_local(), and its placements in output_layouts=" if isinstance(x, DTensor) else ""
+            raise ValueError(f"stage {self.index} returned {_shape(x)} as {name!r}, expected a plain tensor{remedy}")
+        if x.layout is not torch.strided or x.is_meta or x.is_nested or x.is_quantized:
+            raise ValueError(
+                f"stage {self.index} returned {_shape(x)}, {x.layout} on {x.device}, as {name!r}, expected a dense "
+                "tensor that is neither nested, quantized nor on the meta device"
+            )
+        return x.resolve_conj().resolve_neg()
 
     def _leaf(self, edge: Edge, x: Tensor) -> Tensor:
         if edge.gradient and not (x.is_floating_point() or x.is_complex()):
@@ -200,8 +242,7 @@ class Stage:
     def _seeds(self, micro: _Micro, grads: Mapping[Edge, Tensor]) -> tuple[list[GradientEdge], list[Tensor | None]]:
         """Where the backward pass starts, and with which gradients: the sum over all users of an output."""
         if not self.names:
-            roots = list(micro.roots.values())
-            return roots, [_filled(root, micro.given.scale) for root in roots]
+            return list(micro.roots.values()), [micro.loss_seed]
         found: list[tuple[GradientEdge, Tensor | None]] = []
         for name, root in micro.roots.items():
             # Later users first, as one backward pass through the whole model would meet them.
@@ -235,11 +276,24 @@ def _detached(result: Any) -> Any:
     return tuple(_detached(x) for x in result) if isinstance(result, tuple | list) else result
 
 
-def _filled(root: GradientEdge, value: float) -> Tensor:
-    """The gradient of `value` times the tensor that an edge stands for."""
-    like = root.node._input_metadata[root.output_nr]
-    return torch.full(tuple(like.shape), value, dtype=like.dtype, device=like.device)
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A block for a backward pass, whose operators have the types of the forward pass's, not others of autocast's."""
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+
+
+def _check_loss(loss: Tensor) -> None:
+    if not loss.is_floating_point():
+        raise ValueError(f"loss_fn returned {loss.dtype}, expected a floating type, which has a gradient")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss depends on no parameter and on no tensor that came from another stage, expected one that does: "
+            "nothing would be trained; look for detach(), item() or no_grad() in the last stage and in loss_fn"
+        )
 
 
 def _shape(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    kind = "DTensor" if isinstance(value, DTensor) else "tensor"
+    return f"a {kind} of shape {tuple(value.shape)}"

@@ -7,15 +7,18 @@ once. Hence a group for messages to higher ranks, one for those to lower ranks, 
 
 from __future__ import annotations
 
+import secrets
 from contextlib import suppress
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from weft._torch import gloo_group
 from weft.comm import Group, Transfer
+from weft.comm.deadline import Deadline
+from weft.comm.rendezvous import Meeting
 from weft.comm.tags import DEFAULT_TAG, Line, Mark
 from weft.errors import LONGEST_SECONDS, WeftError
 
@@ -24,22 +27,28 @@ class Wires:
     """Three groups over the ranks of `pg`. Making them is collective over it; a failure leaves `pg` itself alone."""
 
     def __init__(self, pg: ProcessGroup, *, timeout: float) -> None:
-        ranks = dist.get_process_group_ranks(pg)
-        self.world = tuple(ranks)
-        limit = timedelta(seconds=timeout)
-        # torch names a group of some ranks by these alone, and finds what is left of the last one of that name if it
-        # was destroyed; so those live as long as the process.
-        self._are_whole = len(ranks) == dist.get_world_size()
-        groups = []
-        for _ in range(3):
-            new = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=not self._are_whole)
-            assert isinstance(new, ProcessGroup)
-            groups.append(Group(new, timeout=timeout))
-        self.up, self.down, self.notes = groups
-        for group in groups:
-            # gloo connects when a message is first sent, and cannot tell that a rank died before that.
-            group.barrier("pipeline")
+        self.world = tuple(dist.get_process_group_ranks(pg))
+        name = _agree_on_name(pg, timeout)
+        self._made: list[ProcessGroup] = []
+        try:
+            self.up, self.down, self.notes = (self._make(f"{name}/{use}", timeout) for use in ("up", "down", "notes"))
+        except BaseException:
+            self._destroy()
+            raise
         self.rank, self.size, self.hosts = self.up.rank, self.up.size, self.up.hosts
+
+    def _make(self, name: str, timeout: float) -> Group:
+        self._made.append(gloo_group(name, self.world, timeout=timeout))
+        group = Group(self._made[-1], timeout=timeout)
+        # gloo connects when a message is first sent, and cannot tell that a rank died before that.
+        group.barrier("pipeline")
+        return group
+
+    def _destroy(self) -> None:
+        for pg in self._made:
+            with suppress(ValueError):  # destroyed already, with all groups of the process
+                dist.destroy_process_group(pg)
+        self._made = []
 
     def member(self, rank: int) -> int:
         """The groups' number of a rank."""
@@ -53,6 +62,14 @@ class Wires:
         """Starts to receive a short message from a rank."""
         return self.notes.recv(note, self.member(rank), tag=Line.NOTES.data(number))
 
+    def send_end(self, note: Tensor, rank: int) -> Transfer:
+        """Starts to tell a rank how this one came to the end of a step; it meets `receive_end`."""
+        return self.notes.send(note, self.member(rank), tag=Line.NOTES.mark(Mark.END))
+
+    def receive_end(self, note: Tensor, rank: int) -> Transfer:
+        """Starts to hear how a rank came to the end of a step."""
+        return self.notes.recv(note, self.member(rank), tag=Line.NOTES.mark(Mark.END))
+
     def wait_for_loss(self, rank: int) -> None:
         """Returns when the connection to a rank is gone: it died, or gave up, or all is over."""
         with suppress(WeftError):
@@ -60,27 +77,25 @@ class Wires:
             never.wait(what="nothing", timeout=LONGEST_SECONDS)
 
     def break_off(self) -> None:
-        """Ends all waits of this rank, and those of its peers for it, now.
-
-        gloo closes all connections that a rank has in a group when one of its waits runs out of time.
-        """
-        if self.size == 1:
-            return
-        peer = (self.rank + 1) % self.size
+        """Ends all waits of this rank, and those of its peers for it, now."""
         for group in (self.notes, self.up, self.down):
-            with suppress(WeftError):
-                group.recv(torch.empty(1), peer, tag=Line.NOTES.mark(Mark.NEVER)).wait(what="nothing", timeout=0.001)
+            group.break_off()
 
     def close(self, *, together: bool) -> None:
         """Ends the groups; `together` once all ranks are here, since they close connections that others may use."""
         if together:
             with suppress(WeftError):
                 self.notes.barrier("end of the pipeline")
-            # Who waits for a loss would otherwise sit in gloo until the interpreter ends, which aborts the process.
-            self.break_off()
-        if self._are_whole:
-            for group in (self.up, self.down, self.notes):
-                dist.destroy_process_group(group.pg)
+        # Who waits for a loss would otherwise sit in gloo until the interpreter ends, which aborts the process.
+        self.break_off()
+        self._destroy()
+
+
+def _agree_on_name(pg: ProcessGroup, timeout: float) -> str:
+    """A name that no group had before: that of the first rank. Collective over `pg`."""
+    meeting = Meeting(pg, "pipeline", ("name",), deadline=Deadline.after(timeout), store=None)
+    first = meeting.gather("name", secrets.token_hex(8))[0]
+    return f"weft/pipeline/{int(first, 16):016x}"
 
 
 class Wire(Group):
