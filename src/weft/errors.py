@@ -46,3 +46,7 @@ class RankFailed(WeftError):
 
 class LabUnavailable(WeftError):
     """This machine cannot make a lab of network namespaces; the message says what is missing and the remedy."""
+
+
+class Unsupported(ValueError):
+    """A model, an option or a way of calling that weft cannot compute rightly; the message names it and the remedy."""

@@ -302,9 +302,9 @@ def test_other_models_are_refused_by_name():
     assert "LlamaForCausalLM" in supported()
     swapped = small.build("Bert")
     swapped.encoder.layer[0].output.dense = nn.Sequential(nn.Linear(96, 64))
-    with pytest.raises(ValueError, match=r"expected a torch.nn.Linear, got .*Sequential"):
+    with pytest.raises(ValueError, match=r"BertModel.encoder.layer.0.output.dense is a torch.*Sequential, which"):
         pack(swapped)
-    with pytest.raises(ValueError, match=r"activation 'mish' is not supported"):
+    with pytest.raises(ValueError, match=r"activation MishActivation\(\) is not supported"):
         pack(small.build("Bert", hidden_act="mish"))
 
 

@@ -120,9 +120,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scoring: 
     _check_like(q, "q", q.shape, q.dtype)
     _check_like(k, "k", k.shape, q.dtype)
     _check_like(v, "v", k.shape, q.dtype)
-    _check_offsets(cu_q, "cu_q", q.shape[0])
+    check_offsets(cu_q, "cu_q", q.shape[0])
     if cu_k is not cu_q:
-        _check_offsets(cu_k, "cu_k", k.shape[0])
+        check_offsets(cu_k, "cu_k", k.shape[0])
     elif k.shape[0] != q.shape[0]:
         raise ValueError(f"k has {k.shape[0]} tokens and q {q.shape[0]}; different lengths need offsets of their own")
     if cu_q.numel() != cu_k.numel():
@@ -152,7 +152,8 @@ def _check_scoring(scoring: Scoring, heads: int) -> None:
         )
 
 
-def _check_offsets(cu: Tensor, name: str, tokens: int) -> None:
+def check_offsets(cu: Tensor, name: str, tokens: int) -> None:
+    """Raises unless the core may read `cu` as the offsets of sequences with `tokens` tokens in all."""
     if cu.dtype != torch.int32 or cu.dim() != 1 or cu.numel() < 1 or not cu.is_contiguous() or not cu.is_cpu:
         raise ValueError(
             f"{name} must be a flat contiguous int32 tensor on the CPU with one entry more than sequences, "

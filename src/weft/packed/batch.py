@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from weft.packed.boundaries import check_offsets, offsets_of, positions_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,8 +17,8 @@ class PackedBatch:
     """Values [T, ...] of B sequences end to end. Sequence s is values[cu_seqlens[s] : cu_seqlens[s + 1]].
 
     `positions` [T] counts the tokens of each sequence from 0. `padded_index` [T] is where each token lies in the
-    padded form of shape `padded_shape` = (B, S), flattened: row * S + column. Make one with `from_padded`,
-    `from_list` or `from_nested`.
+    padded form of shape `padded_shape` = (rows, S), flattened: row * S + column. A row is a sequence, but where it was
+    said that rows hold several. Make one with `from_padded`, `from_list` or `from_nested`; one made by hand is checked.
 
     >>> batch = PackedBatch.from_padded(torch.tensor([[7, 8, 0], [0, 0, 9]]), torch.tensor([[1, 1, 0], [0, 0, 1]]))
     >>> batch.values.tolist(), batch.cu_seqlens.tolist(), batch.positions.tolist(), batch.columns.tolist()
@@ -31,27 +33,75 @@ class PackedBatch:
     padded_index: Tensor
     padded_shape: tuple[int, int]
 
+    def __post_init__(self) -> None:
+        values, shape = self.values, self.padded_shape
+        if not isinstance(values, Tensor) or values.dim() < 1:
+            raise ValueError(f"values must be a tensor [tokens, ...], got {_kind(values)}")
+        if len(shape) != 2 or not all(isinstance(n, int) and n >= 0 for n in shape):
+            raise ValueError(f"padded_shape must be (rows, columns), got {shape!r}")
+        tokens = values.shape[0]
+        check_offsets(self.cu_seqlens, tokens)
+        for name in ("positions", "padded_index"):
+            t = getattr(self, name)
+            if not isinstance(t, Tensor) or t.dtype != torch.int64 or t.shape != (tokens,):
+                raise ValueError(f"{name} must be int64 of shape [{tokens}], one for each token, got {_kind(t)}")
+        devices = {t.device for t in (values, self.cu_seqlens, self.positions, self.padded_index)}
+        if len(devices) > 1:
+            raise ValueError(f"all tensors of a batch must be on one device, got {sorted(map(str, devices))}")
+        if not torch.equal(self.positions, positions_of(self.cu_seqlens, tokens)):
+            raise ValueError("positions must count the tokens of each sequence from 0, as cu_seqlens cut them")
+        self._check_index(self.padded_index, *shape)
+
+    def _check_index(self, index: Tensor, rows: int, columns: int) -> None:
+        if not index.numel():
+            return
+        if int(index[0]) < 0 or int(index[-1]) >= rows * columns or bool((index.diff() <= 0).any()):
+            raise ValueError(f"padded_index must rise from token to token, within the {rows} x {columns} places")
+        row = index // columns
+        if bool(((row.diff() != 0) & (self.positions[1:] > 0)).any()):
+            raise ValueError("padded_index puts a sequence of cu_seqlens into two rows")
+        texts = (self.lengths > 0).nonzero().squeeze(1)
+        if not self.is_flattened and (self.sequences != rows or not torch.equal(row[self.positions == 0], texts)):
+            raise ValueError(f"padded_index must put sequence s of the {self.sequences} into row s of the {rows}")
+
     @classmethod
-    def from_padded(cls, values: Tensor, mask: Tensor | None = None) -> PackedBatch:
+    def _made(
+        cls, values: Tensor, cu: Tensor, positions: Tensor, index: Tensor, shape: tuple[int, int]
+    ) -> PackedBatch:  # fmt: skip
+        """Without the checks, for what is right by construction."""
+        batch = object.__new__(cls)
+        batch.__dict__.update(
+            values=values, cu_seqlens=cu, positions=positions, padded_index=index, padded_shape=shape
+        )  # fmt: skip
+        return batch
+
+    @classmethod
+    def from_padded(cls, values: Tensor, mask: Tensor | None = None, *, starts: Tensor | None = None) -> PackedBatch:
         """Keeps the tokens of values [B, S, ...] where mask [B, S] is not 0; all of them without a mask.
 
-        Any mask will do: padding on the right, on the left, holes, rows without a token.
+        Any mask will do: padding on the right, on the left, holes, rows without a token. A row is one sequence, unless
+        `starts` [B, S] says where others begin in it; then a row without tokens is none.
+
+        >>> row, starts = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 0, 1, 0, 0]]) != 0
+        >>> PackedBatch.from_padded(row, starts=starts).cu_seqlens.tolist()
+        [0, 2, 5]
         """
         if values.dim() < 2:
             raise ValueError(f"padded values have shape [batch, length, ...], got {list(values.shape)}")
         rows, columns = values.shape[:2]
         if mask is None:
             mask = torch.ones(rows, columns, dtype=torch.bool, device=values.device)
-        if mask.shape != (rows, columns):
-            raise ValueError(
-                f"the mask must have shape [{rows}, {columns}] like the values, got {list(mask.shape)}; "
-                f"it says for each token whether it is real (1) or padding (0)"
-            )
+        for given, name in ((mask, "mask"), (starts, "starts")):
+            if given is not None and given.shape != (rows, columns):
+                raise ValueError(
+                    f"the {name} must have shape [{rows}, {columns}] like the values, got {list(given.shape)}; "
+                    f"it says for each token whether {_MEANING[name]}"
+                )
         kept = mask != 0
         index = kept.reshape(-1).nonzero().squeeze(1)
-        return cls._from_lengths(
-            values.reshape(rows * columns, *values.shape[2:])[index], kept.sum(1), (rows, columns), index
-        )
+        lengths = kept.sum(1) if starts is None else _lengths_from(starts, kept, index)
+        flat = values.reshape(rows * columns, *values.shape[2:])
+        return cls._from_lengths(flat[index], lengths, (rows, columns), index)
 
     @classmethod
     def from_list(cls, sequences: Sequence[Tensor]) -> PackedBatch:
@@ -66,19 +116,21 @@ class PackedBatch:
             raise ValueError(
                 f"from_list needs at least one sequence, each [length, ...] with the rest alike; got {shapes}"
             )
-        lengths = torch.tensor([s.shape[0] for s in sequences])
-        return cls.from_values(torch.cat(list(sequences)), lengths)
+        values = torch.cat(list(sequences))
+        return cls.from_values(values, torch.tensor([s.shape[0] for s in sequences], device=values.device))
 
     @classmethod
     def from_values(cls, values: Tensor, lengths: Tensor) -> PackedBatch:
-        """Values [T, ...] that are packed already, and the lengths [B] of their sequences."""
+        """Values [T, ...] that are packed already, and the lengths [B] of their sequences, whole numbers."""
+        if lengths.is_floating_point() or lengths.dtype == torch.bool:
+            raise ValueError(f"lengths must be whole numbers, got {lengths.dtype}")
         if lengths.dim() != 1 or (lengths.numel() and int(lengths.min()) < 0) or int(lengths.sum()) != values.shape[0]:
             raise ValueError(
                 f"lengths must be a flat tensor of numbers >= 0 that add up to the {values.shape[0]} values, "
                 f"got {list(lengths.shape)} with sum {int(lengths.sum())}"
             )
         longest = int(lengths.max()) if lengths.numel() else 0
-        return cls._from_lengths(values, lengths, (lengths.numel(), longest), None)
+        return cls._from_lengths(values, lengths.to(values.device), (lengths.numel(), longest), None)
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> PackedBatch:
@@ -94,16 +146,12 @@ class PackedBatch:
     def _from_lengths(
         cls, values: Tensor, lengths: Tensor, shape: tuple[int, int], index: Tensor | None
     ) -> PackedBatch:
-        lengths = lengths.to(torch.int64)
-        ends = lengths.cumsum(0)
-        if shape[0] and int(ends[-1]) > torch.iinfo(torch.int32).max:
-            raise ValueError(f"a batch holds at most 2^31 - 1 tokens, got {int(ends[-1])}; split it")
-        cu = torch.zeros(shape[0] + 1, dtype=torch.int32)
-        cu[1:] = ends
-        positions = torch.arange(values.shape[0]) - (ends - lengths).repeat_interleave(lengths)
+        cu, tokens = offsets_of(lengths), values.shape[0]
+        positions = positions_of(cu, tokens)
         if index is None:
-            index = torch.arange(shape[0]).repeat_interleave(lengths) * shape[1] + positions
-        return cls(values, cu, positions, index, shape)
+            rows = torch.arange(shape[0], device=lengths.device)
+            index = rows.repeat_interleave(lengths, output_size=tokens) * shape[1] + positions
+        return cls._made(values, cu, positions, index, shape)
 
     @property
     def tokens(self) -> int:
@@ -124,16 +172,28 @@ class PackedBatch:
         return self.padded_index % max(self.padded_shape[1], 1)
 
     @property
+    def is_flattened(self) -> bool:
+        """Whether a row of the padded form holds more than one sequence."""
+        rows = self.padded_index[self.positions == 0] // max(self.padded_shape[1], 1)
+        return bool((rows.diff() == 0).any())
+
+    @property
     def has_holes(self) -> bool:
         """Whether padding lies between the tokens of a sequence."""
         same = self.positions[1:] > 0  # the token follows one of its own sequence
         return bool(((self.padded_index.diff() != 1) & same).any())
 
+    def real(self) -> Tensor:
+        """bool [rows, S]: where the padded form has tokens."""
+        flat = torch.zeros(self.padded_shape[0] * self.padded_shape[1], dtype=torch.bool, device=self.values.device)
+        flat[self.padded_index] = True
+        return flat.view(self.padded_shape)
+
     def with_values(self, values: Tensor) -> PackedBatch:
         """The same sequences with other values [T, ...]."""
         if values.shape[:1] != (self.tokens,):
             raise ValueError(f"the batch has {self.tokens} tokens, got values of shape {list(values.shape)}")
-        return replace(self, values=values)
+        return self._made(values, self.cu_seqlens, self.positions, self.padded_index, self.padded_shape)
 
     def gather(self, padded: Tensor) -> Tensor:
         """The values [T, ...] that another padded tensor [B, S, ...] has at this batch's tokens; differentiable."""
@@ -156,3 +216,19 @@ class PackedBatch:
     def to_nested(self) -> Tensor:
         """A jagged nested tensor [B, jagged, ...]."""
         return torch.nested.nested_tensor_from_jagged(self.values, offsets=self.cu_seqlens.to(torch.int64))
+
+
+_MEANING = {"mask": "it is real (1) or padding (0)", "starts": "a text begins there"}
+
+
+def _lengths_from(starts: Tensor, kept: Tensor, index: Tensor) -> Tensor:
+    """The lengths of the texts in rows where each start, and each row, begins another one; int64."""
+    first = torch.zeros_like(kept)
+    first[:, :1] = True
+    numbers = ((starts != 0) | first).reshape(-1).cumsum(0)[index]
+    counted: tuple[Tensor, Tensor] = torch.unique_consecutive(numbers, return_counts=True)
+    return counted[1]
+
+
+def _kind(value: object) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -34,11 +34,12 @@ class Buffers:
         """Makes room for `tokens` tokens; does nothing where there is room."""
         if tokens <= self.capacity:
             return
-        self.capacity = tokens if self.capacity < 0 else int(tokens * _GROWTH)
-        self._memory = {
-            name: empty(self.capacity, width, dtype=self.dtype) for name, width in self.widths.items()
-        }  # fmt: skip
+        capacity = tokens if self.capacity < 0 else int(tokens * _GROWTH)
+        self.capacity, self.rows = -1, {}  # if there is not enough memory, there is none, and not what was before
+        self._memory = {}
+        self._memory = {name: empty(capacity, width, dtype=self.dtype) for name, width in self.widths.items()}
         self.rows = {name: (memory.data_ptr(), memory.shape[1]) for name, memory in self._memory.items()}
+        self.capacity = capacity
 
     def copy(self, name: str, tokens: int, width: int) -> Tensor:
         """A copy [tokens, width] of what lies in a buffer."""

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from weft.packed.spec import Transformer
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """What one call computes on: `indices`, an int64 [T] for each embedding table, or `vectors` [T, width].
 
     Where the model has an embedding, vectors stand for the rows of its first table, and the first index is not used.
-    `positions` [T] are for rotary embeddings; `farthest` is the largest.
+    `positions` [T] are for rotary embeddings; `farthest` is the largest. `model` is the description for which the call
+    was prepared, where it was.
     """
 
     cu_seqlens: Tensor
@@ -21,6 +24,7 @@ class Inputs:
     vectors: Tensor | None = None
     positions: Tensor | None = None
     farthest: int = 0
+    model: Transformer | None = None
 
 
 @dataclass(frozen=True, eq=False)

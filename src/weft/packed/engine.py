@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
+from weft._torch import in_functorch, is_tracing, version_of
+from weft.errors import Unsupported
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.matmul import _is_plain
 from weft.packed import spec, training
 from weft.packed.call import Inputs, Kept
+from weft.packed.fit import check_model
 from weft.packed.forward import Program
+from weft.packed.watch import Watch, check_global_hooks
 
 Describe = Callable[[nn.Module], spec.Transformer]
 
@@ -23,68 +30,123 @@ class AttentionDropout(Enum):
     OFF = "off"
 
 
-class _Stamps:
-    """Remembers the parameters of a module, and notices when one is changed or replaced."""
+class Stamp:
+    """What some tensors were like when it was made: `holds` says whether they are still like that."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._taken = [
-            (owner._parameters, name, p, p._version, p.data_ptr())
-            for owner in module.modules()
-            for name, p in owner._parameters.items()
-            if p is not None
-        ]
+    def __init__(self, marks: list[tuple[int, int]]) -> None:
+        self._marks = marks
 
-    def hold(self) -> bool:
-        return all(
-            owner.get(name) is p and p._version == version and p.data_ptr() == at
-            for owner, name, p, version, at in self._taken
-        )
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Stamp:
+        return cls([(t.data_ptr(), version_of(t)) for t in tensors])
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        return Stamp.of(tensors)._marks == self._marks
+
+
+@dataclass(eq=False)
+class _Read:
+    """What was read of a module: its description, and when that is stale.
+
+    `acts`: some module is in training mode. `program` is made when first needed, and again when `stamp` fails.
+    """
+
+    watch: Watch
+    model: spec.Transformer
+    dtype: torch.dtype
+    acts: bool
+    leaves: list[Tensor] = field(default_factory=list)
+    stamp: Stamp | None = None
+    program: Program | None = None
 
 
 class Engine:
-    """The description and the program of a module, made when first needed and again when its weights change."""
+    """The description and the program of a module, made when first needed and again when it has changed."""
 
     def __init__(self, module: nn.Module, describe: Describe, dropout: AttentionDropout) -> None:
         self._module, self._describe, self._dropout = module, describe, dropout
-        self._stamps: _Stamps | None = None
-        self._model: spec.Transformer | None = None
-        self._program: Program | None = None
-        self._leaves: list[Tensor] = []
+        self._read: _Read | None = None
+        self._lock = threading.Lock()  # calls may come from several threads
 
     @property
     def model(self) -> spec.Transformer:
         """The description, fresh."""
-        if self._stamps is None or self._model is None or not self._stamps.hold():
-            self._model = self._describe(self._module)
-            self._stamps = _Stamps(self._module)
-            self._leaves = list(spec.tensors(self._model))
-            self._program = None
-        return self._model
+        return self._now().model
+
+    def _now(self) -> _Read:
+        check_global_hooks()
+        with self._lock:
+            if self._read is None or not self._read.watch.holds():
+                self._read = None  # what it holds need not outlive it
+                self._read = self._reading()
+            return self._read
+
+    def _reading(self) -> _Read:
+        modules = list(self._module.modules())
+        watch = Watch(modules)  # before reading: what changes meanwhile is noticed in the next call
+        model = self._describe(self._module)
+        acts = any(m.training for m in modules)
+        return _Read(watch, model, check_model(model), acts, list(spec.tensors(model)))
 
     def __call__(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
         """Hidden states [T, width]; `kept` gets what it asks for."""
-        model = self.model
-        if self.is_differentiable(inputs) or not self._has_program():
+        read = self._read
+        if read is None or inputs.model is not read.model:  # else it was looked at a moment ago, by this call
+            read = self._now()
+        _check_caller()
+        vectors = inputs.vectors
+        if vectors is not None and vectors.dtype != read.dtype:
+            raise ValueError(f"the model computes in {read.dtype}, got vectors of {vectors.dtype}; convert them")
+        if self._trains(read, inputs) or not self._has_program(read) or not _is_plain(vectors):
             drops = self._dropout is AttentionDropout.MODEL
-            return training.forward(model, inputs, training=self._module.training, drops_attention=drops, kept=kept)
-        if self._program is None:
-            self._program = Program(model)
-        return self._program.run(inputs, kept)
+            return training.forward(read.model, inputs, training=read.acts, drops_attention=drops, kept=kept)
+        return self._program(read).run(inputs, kept)
 
-    def _has_program(self) -> bool:
+    def _program(self, read: _Read) -> Program:
+        with self._lock:
+            if read.program is None or read.stamp is None or not read.stamp.holds(read.leaves):
+                read.program = None  # two copies of the weights need not be held at once
+                read.stamp = Stamp.of(read.leaves)
+                read.program = Program(read.model)
+            return read.program
+
+    @staticmethod
+    def _has_program(read: _Read) -> bool:
         """Whether the native core computes where the weights are; else inference takes the differentiable ops too."""
-        return all(kernels_for(t).takes_addresses for t in self._leaves[:1])
+        return all(kernels_for(t).takes_addresses for t in read.leaves[:1])
+
+    @staticmethod
+    def _trains(read: _Read, inputs: Inputs) -> bool:
+        return read.acts or _needs_gradients(inputs, read.leaves)
 
     def is_differentiable(self, inputs: Inputs) -> bool:
         """Whether a call runs as in training."""
-        return runs_as_training(self._module, inputs, self._leaves)
+        return self._trains(self._read or self._now(), inputs)
 
 
 def runs_as_training(module: nn.Module, inputs: Inputs, weights: Iterable[Tensor]) -> bool:
     """Whether a call has dropout, or gradients."""
-    if module.training:
-        return True
+    return module.training or _needs_gradients(inputs, weights)
+
+
+def _needs_gradients(inputs: Inputs, weights: Iterable[Tensor]) -> bool:
     if not torch.is_grad_enabled():
         return False
     vectors = inputs.vectors is not None and inputs.vectors.requires_grad
     return vectors or any(t.requires_grad for t in weights)
+
+
+def _check_caller() -> None:
+    """Raises where a call is recorded or transformed: which tokens there are is known from the values only."""
+    if is_tracing():
+        raise Unsupported(f"torch.jit.trace, and ONNX by it: {_RECORDED}")
+    if torch.compiler.is_exporting():
+        raise Unsupported(f"torch.export, and ONNX by it: {_RECORDED}")
+    if in_functorch():
+        raise Unsupported(f"torch.func (vmap, grad, jvp): {_RECORDED}")
+
+
+_RECORDED = (
+    "a packed model looks at the mask to see which tokens to compute, so a call of it cannot be recorded or "
+    "transformed; do it to the model that was packed"
+)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft import _core
 from weft.kernels.cpu import ACTIVATIONS, dtype_code, empty, isa, thread_count
+from weft.kernels.cpu_attention import check_offsets
 from weft.packed import spec
 from weft.packed.buffers import Buffers
 from weft.packed.call import Inputs, Kept
@@ -32,7 +33,7 @@ class Program:
 
     def __init__(self, model: spec.Transformer) -> None:
         self.model = model
-        self.dtype = common_dtype(list(spec.tensors(model)))
+        self.dtype = common_dtype(list(spec.weights(model)))
         self._code = dtype_code(self.dtype)
         self._kernels = isa()
         self._layers = [PackedLayer.of(layer) for layer in model.layers]
@@ -42,8 +43,12 @@ class Program:
 
     def run(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
         """The hidden states [T, width] after the last layer, in new memory; `kept` gets copies of what it asks for."""
-        if inputs.vectors is not None and inputs.vectors.dtype != self.dtype:
-            raise ValueError(f"the model computes in {self.dtype}, got vectors of {inputs.vectors.dtype}; convert them")
+        vectors = inputs.vectors
+        if vectors is not None and vectors.dtype != self.dtype:
+            raise ValueError(f"the model computes in {self.dtype}, got vectors of {vectors.dtype}; convert them")
+        if vectors is not None and (vectors.shape != (inputs.tokens, self.model.width) or not vectors.is_contiguous()):
+            raise ValueError(f"vectors must be contiguous [{inputs.tokens}, {self.model.width}]")
+        check_offsets(inputs.cu_seqlens, "cu_seqlens", inputs.tokens)  # they may have been written to since
         out = empty(inputs.tokens, self.model.width, dtype=self.dtype)
         with self._lock:
             self._buffers.reserve(max(inputs.tokens, 1))

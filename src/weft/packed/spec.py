@@ -101,7 +101,10 @@ class Mlp:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Attention and MLP, each with its norm (None: none), a residual, and dropout on what the residual is added to."""
+    """Attention and MLP, each with its norm (None: none), a residual, and dropout on what the residual is added to.
+
+    `recomputes`: the backward pass computes the layer again rather than keep what is inside of it.
+    """
 
     attention: Attention
     attention_norm: Norm | None
@@ -110,13 +113,15 @@ class Layer:
     order: NormOrder
     attention_out_dropout: float = 0.0
     mlp_out_dropout: float = 0.0
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
     """The sum of rows of `tables`, then `norm`. `names` says what each table's index is, for errors.
 
-    The row `padding` of the first table gets no gradient from here, as torch.nn.Embedding's padding_idx has it.
+    The row `padding` of the first table gets no gradient from here, as torch.nn.Embedding's padding_idx has it; nor do
+    the rows `paddings` of the other tables, one for each, where any has one.
     """
 
     tables: tuple[Tensor, ...]
@@ -124,6 +129,7 @@ class Embedding:
     norm: Norm | None
     dropout: float = 0.0
     padding: int | None = None
+    paddings: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,3 +156,17 @@ def tensors(value: object) -> Iterator[Tensor]:
     elif is_dataclass(value):
         for field in fields(value):
             yield from tensors(getattr(value, field.name))
+
+
+def weights(value: object) -> Iterator[Tensor]:
+    """The tensors that a model computes with in its own type: all but rotary frequencies, which are tabled first."""
+    if isinstance(value, Rotary):
+        return
+    if isinstance(value, tuple):
+        for item in value:
+            yield from weights(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from weights(getattr(value, field.name))
+    elif isinstance(value, Tensor):
+        yield value

@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from weft.kernels import PackedWeight, linear
 from weft.kernels.attention import dropout_seed, self_attention, split_heads
@@ -67,13 +69,15 @@ class OneProcess:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One pass: its inputs, whether dropout acts, what it must hand out, and how its matmuls run."""
+    """One pass: its inputs, whether dropout acts, what it must hand out, how its matmuls run, and whether layers that
+    say so are computed again in the backward pass."""
 
     inputs: Inputs
     training: bool
     drops_attention: bool
     kept: Kept
     ops: Ops
+    recomputes: bool = False
 
 
 def forward(
@@ -81,7 +85,10 @@ def forward(
 ) -> Tensor:
     """The hidden states [T, width] after the last layer. Dropout acts where `training`."""
     x = _embed(model.embedding, inputs, training)
-    return layers(model, x, Call(inputs, training, drops_attention, kept or Kept(), OneProcess()))
+    kept = kept or Kept()
+    # What is handed out of a layer must be handed out once.
+    recomputes = torch.is_grad_enabled() and kept.keys_values is None
+    return layers(model, x, Call(inputs, training, drops_attention, kept, OneProcess(), recomputes))
 
 
 def layers(model: spec.Transformer, x: Tensor, call: Call) -> Tensor:
@@ -89,7 +96,10 @@ def layers(model: spec.Transformer, x: Tensor, call: Call) -> Tensor:
     for layer in model.layers:
         if call.kept.states is not None:
             call.kept.states.append(x)
-        x = _layer(layer, x, call)
+        if layer.recomputes and call.recomputes:
+            x = checkpoint(_layer, layer, x, call, use_reentrant=False)
+        else:
+            x = _layer(layer, x, call)
     return x if model.final_norm is None else norm(model.final_norm, x)
 
 
@@ -101,8 +111,8 @@ def _embed(embedding: spec.Embedding | None, inputs: Inputs, training: bool) -> 
         rows = [inputs.vectors]
     else:
         rows = [F.embedding(inputs.indices[0], embedding.tables[0], padding_idx=embedding.padding)]
-    pairs = zip(embedding.tables[1:], inputs.indices[1:], strict=True)
-    rows += [F.embedding(index, table) for table, index in pairs]
+    others = embedding.tables[1:], inputs.indices[1:], embedding.paddings or (None,) * (len(embedding.tables) - 1)
+    rows += [F.embedding(index, table, padding_idx=row) for table, index, row in zip(*others, strict=True)]
     x = rows[0]
     for row in rows[1:]:
         x = x + row

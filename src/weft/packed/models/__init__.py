@@ -38,13 +38,13 @@ FAMILIES = (
     Family("ModernBertModel", describe_modernbert, columns, "BaseModelOutput", _encoder_heads("ModernBert")),
     Family(
         "GPT2Model", describe_gpt2, columns, "BaseModelOutputWithPastAndCrossAttentions",
-        {"GPT2LMHeadModel": HeadKind.NEXT_TOKEN, "GPT2ForSequenceClassification": HeadKind.PADDED,
+        {"GPT2LMHeadModel": HeadKind.NEXT_TOKEN, "GPT2ForSequenceClassification": HeadKind.LAST,
          "GPT2ForTokenClassification": HeadKind.TOKENS, "GPT2ForQuestionAnswering": HeadKind.SPANS},
         has_cache=True,
     ),
     Family(
         "LlamaModel", describe_llama, columns, "BaseModelOutputWithPast",
-        {"LlamaForCausalLM": HeadKind.NEXT_TOKEN, "LlamaForSequenceClassification": HeadKind.PADDED,
+        {"LlamaForCausalLM": HeadKind.NEXT_TOKEN, "LlamaForSequenceClassification": HeadKind.LAST,
          "LlamaForTokenClassification": HeadKind.TOKENS, "LlamaForQuestionAnswering": HeadKind.SPANS},
         has_cache=True,
     ),

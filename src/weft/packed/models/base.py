@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.packed.batch import PackedBatch
+from weft.packed.boundaries import MARKS, check_positions
 from weft.packed.call import Inputs, Kept
 from weft.packed.engine import AttentionDropout, Engine
 from weft.packed.models.cache import cache_to_fill, fill, goes_on
-from weft.packed.models.common import Unsupported
+from weft.packed.models.common import Unsupported, is_known_leaf
 from weft.packed.models.inputs import (
     HeadKind,
     checked_index,
@@ -22,7 +24,9 @@ from weft.packed.models.inputs import (
     packed_like,
     reject,
 )
+from weft.packed.models.twin import Twin
 from weft.packed.spec import Transformer
+from weft.packed.watch import check_untouched, is_of
 
 
 @dataclass(frozen=True)
@@ -51,30 +55,36 @@ _INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "outp
 _CACHE = {"use_cache", "past_key_values", "cache_position"}
 
 
-class PackedBase:
-    """Mixed into the class of a base model. `_weft` is (family, whether attention weights are dropped)."""
+class PackedBase(Twin):
+    """Mixed into the class of a base model. `_weft` is (family, whether attention weights are dropped).
+
+    `weft_flattens`: it takes rows that hold several texts.
+    """
 
     _weft: tuple[Family, AttentionDropout]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_weft_engine"}
+    weft_flattens = False
 
     def weft_engine(self) -> Engine:
-        engine = self.__dict__.get("_weft_engine")
-        if engine is None or engine._module is not self:  # a copy must not use the engine of the original
-            family, dropout = self._weft
-            engine = self.__dict__["_weft_engine"] = Engine(self, family.describe, dropout)  # type: ignore[arg-type]
-        return engine
+        module: Any = self
+        return self.weft_kept("_weft_engine", lambda: Engine(module, self._weft_describe, self._weft[1]))
+
+    def _weft_describe(self, model: Any) -> Transformer:
+        check_attention(model.config)
+        home = type(model).__module__
+        check_untouched(model, lambda kind: is_of(kind, home) or is_known(kind), runs=getattr(model, "pooler", None))
+        return self._weft[0].describe(model)
 
     def weft_prepare(self, arguments: dict[str, Any]) -> Prepared:
         """Packs and checks the inputs of a call."""
         family, _ = self._weft
+        self.weft_check()
         model = self.weft_engine().model
         assert model.embedding is not None
-        reject(arguments, _INPUTS | set(model.embedding.names) | (_CACHE if family.has_cache else set()), self)
-        batch, padded = pack_inputs(arguments)
+        supported = _INPUTS | set(model.embedding.names) | (_CACHE if family.has_cache else set())
+        reject(arguments, supported | (MARKS if self.weft_flattens else set()), self)
+        batch, padded = self.weft_pack(arguments)
         self._check_holes(batch, model)
-        positions = self._positions(batch, padded, arguments.get("position_ids"))
+        positions = self._positions(batch, padded, arguments)
         vectors = batch.values.contiguous() if batch.values.is_floating_point() else None
         given = {"input_ids": batch.values, "position_ids": positions}
         indices = []
@@ -87,16 +97,32 @@ class PackedBase:
                 f"inputs_embeds must have shape [batch, length, {model.width}], got {list(vectors.shape[1:])} a token"
             )
         farthest = int(positions.max()) if batch.tokens else 0
-        inputs = Inputs(batch.cu_seqlens, batch.tokens, tuple(indices), vectors, positions.contiguous(), farthest)
-        cache = (
-            cache_to_fill(self, arguments, self.weft_engine().is_differentiable(inputs)) if family.has_cache else None
+        inputs = Inputs(
+            batch.cu_seqlens, batch.tokens, tuple(indices), vectors, positions.contiguous(), farthest, model
         )
-        wants = arguments.get("output_hidden_states")
-        config: Any = self.config  # type: ignore[attr-defined]
-        return Prepared(batch, inputs, bool(config.output_hidden_states if wants is None else wants), cache)
+        cache = (
+            cache_to_fill(self, arguments, batch, self.weft_engine().is_differentiable(inputs))
+            if family.has_cache
+            else None
+        )
+        return Prepared(batch, inputs, self._wants_states(arguments), cache)
 
-    def _positions(self, batch: PackedBatch, padded: Tensor | None, given: Tensor | None) -> Tensor:
-        family, _ = self._weft
+    def weft_pack(self, arguments: dict[str, Any]) -> tuple[PackedBatch, Tensor | None]:
+        """The tokens of a call, and the padded ids where there are some."""
+        return pack_inputs(arguments, positions_split=self.weft_flattens and self._weft[0].has_cache)
+
+    def _wants_states(self, arguments: dict[str, Any]) -> bool:
+        config: Any = self.config  # type: ignore[attr-defined]
+        given = arguments.get("output_hidden_states")
+        wants = config.output_hidden_states if given is None else given
+        if not isinstance(wants, bool):
+            raise Unsupported(f"output_hidden_states = {wants!r}: single states cannot be asked for, expected True")
+        if wants and getattr(config, "tie_last_hidden_states", None) is False:
+            raise Unsupported("config.tie_last_hidden_states = False is not supported; expected True")
+        return wants
+
+    def _positions(self, batch: PackedBatch, padded: Tensor | None, arguments: dict[str, Any]) -> Tensor:
+        family, given = self._weft[0], arguments.get("position_ids")
         if given is None:
             return family.positions(self, batch, padded).to(torch.int64)
         if given.dim() == 2 and given.shape[0] == 1:
@@ -104,6 +130,8 @@ class PackedBase:
         positions = packed_like(batch, given, "position_ids")
         if batch.tokens and int(positions.min()) < 0:
             raise ValueError(f"position_ids must be >= 0, got {int(positions.min())}")
+        if not isinstance(arguments.get("input_ids"), PackedBatch):  # which says itself where texts end
+            check_positions(batch.cu_seqlens, positions)
         return positions
 
     @staticmethod
@@ -132,12 +160,19 @@ class PackedBase:
         fields: dict[str, Any] = {"last_hidden_state": place(hidden)}
         pooler = getattr(self, "pooler", None)
         if pooler is not None:
-            fields["pooler_output"] = pooler(first_tokens(prepared.batch.with_values(hidden), "the pooler")[:, None])
+            fields["pooler_output"] = self._pooled(pooler, prepared.batch.with_values(hidden))
         if kept.states is not None:
             fields["hidden_states"] = (*map(place, kept.states), fields["last_hidden_state"])
         if kept.keys_values is not None:
             fields["past_key_values"] = fill(prepared.cache, prepared.batch, kept.keys_values)
         return self._output(fields, arguments.get("return_dict"))
+
+    @staticmethod
+    def _pooled(pooler: nn.Module, batch: PackedBatch) -> Tensor:
+        """[rows, width]; zeros for a row without tokens, as everywhere at padding."""
+        pooled: Tensor = pooler(first_tokens(batch, "the pooler")[:, None])
+        is_filled = batch.real().any(1)
+        return pooled if bool(is_filled.all()) else pooled * is_filled[:, None]
 
     def _output(self, fields: dict[str, Any], return_dict: bool | None) -> Any:
         from transformers import modeling_outputs
@@ -145,3 +180,25 @@ class PackedBase:
         output = getattr(modeling_outputs, self._weft[0].output)(**fields)
         wants_dict = self.config.return_dict if return_dict is None else return_dict  # type: ignore[attr-defined]
         return output if wants_dict else output.to_tuple()
+
+
+def is_known(kind: type) -> bool:
+    """Whether adapters know a class that is not of the family's own file."""
+    return is_known_leaf(kind) or (is_of(kind, "transformers.pytorch_utils") and kind.__name__ == "Conv1D")
+
+
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+
+
+def check_attention(config: Any) -> None:
+    """Raises where the model is told to compute attention by something that is not transformers' own."""
+    name = getattr(config, "_attn_implementation", None)
+    if name is None or name == "eager":
+        return
+    table: Any = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    function = table.get(name)
+    if name not in _ATTENTION or not str(getattr(function, "__module__", "transformers.")).startswith("transformers."):
+        raise Unsupported(
+            f"the attention implementation {name!r} is not transformers' own, and a packed model would not call it; "
+            f'call set_attn_implementation("sdpa") on the model'
+        )

@@ -8,61 +8,72 @@ import torch
 from torch import Tensor
 
 from weft.packed.batch import PackedBatch
-from weft.packed.models.common import activation, layer_norm, linear, require
+from weft.packed.models.common import Drops, activation_of, layer_norm, linear, recomputes, require, table
 from weft.packed.spec import Attention, Embedding, Layer, Mlp, NormOrder, Transformer
 
 
 def describe_bert(model: Any) -> Transformer:
     """A `BertModel` or `RobertaModel`."""
-    config, e = model.config, model.embeddings
-    require(config, {"is_decoder": [False], "add_cross_attention": [False], "position_embedding_type": ["absolute"]})
-    tables = (e.word_embeddings.weight, e.token_type_embeddings.weight, e.position_embeddings.weight)
-    names = ("input_ids", "token_type_ids", "position_ids")
-    padding = e.word_embeddings.padding_idx
-    embedding = Embedding(tables, names, layer_norm(e.LayerNorm), config.hidden_dropout_prob, padding)
-    return Transformer(embedding, tuple(_bert_layer(config, layer) for layer in model.encoder.layer), None)
+    require(
+        model.config,
+        {"is_decoder": [False], "add_cross_attention": [False], "position_embedding_type": ["absolute"]},
+    )
+    e, drops = model.embeddings, Drops(model.modules())
+    words, types, places = (table(t) for t in (e.word_embeddings, e.token_type_embeddings, e.position_embeddings))
+    embedding = Embedding(
+        (words[0], types[0], places[0]), ("input_ids", "token_type_ids", "position_ids"), layer_norm(e.LayerNorm),
+        drops.of(e.dropout), words[1], (types[1], places[1]),
+    )  # fmt: skip
+    return Transformer(embedding, tuple(_bert_layer(layer, drops) for layer in model.encoder.layer), None)
 
 
-def _bert_layer(config: Any, layer: Any) -> Layer:
+def _bert_layer(layer: Any, drops: Drops) -> Layer:
     attention, output = layer.attention.self, layer.attention.output
     heads = attention.num_attention_heads
     return Layer(
         Attention(
             linear(attention.query, attention.key, attention.value), linear(output.dense), heads, heads,
-            attention.attention_head_size, attention.attention_head_size**-0.5,
-            dropout=config.attention_probs_dropout_prob,
+            attention.attention_head_size, attention.scaling,
+            dropout=drops.of_weights(attention, attention.dropout),
         ),
         layer_norm(output.LayerNorm),
-        Mlp(linear(layer.intermediate.dense), linear(layer.output.dense), activation(config.hidden_act)),
+        Mlp(
+            linear(layer.intermediate.dense), linear(layer.output.dense),
+            activation_of(layer.intermediate.intermediate_act_fn),
+        ),
         layer_norm(layer.output.LayerNorm),
         NormOrder.POST,
-        attention_out_dropout=config.hidden_dropout_prob,
-        mlp_out_dropout=config.hidden_dropout_prob,
+        attention_out_dropout=drops.of(output.dropout),
+        mlp_out_dropout=drops.of(layer.output.dropout),
+        recomputes=recomputes(layer),
     )  # fmt: skip
 
 
 def describe_distilbert(model: Any) -> Transformer:
     """A `DistilBertModel`."""
-    config, e = model.config, model.embeddings
-    tables = (e.word_embeddings.weight, e.position_embeddings.weight)
-    padding = e.word_embeddings.padding_idx
-    embedding = Embedding(tables, ("input_ids", "position_ids"), layer_norm(e.LayerNorm), config.dropout, padding)
-    return Transformer(embedding, tuple(_distilbert_layer(config, layer) for layer in model.transformer.layer), None)
+    e, drops = model.embeddings, Drops(model.modules())
+    words, places = table(e.word_embeddings), table(e.position_embeddings)
+    embedding = Embedding(
+        (words[0], places[0]), ("input_ids", "position_ids"), layer_norm(e.LayerNorm), drops.of(e.dropout), words[1],
+        (places[1],),
+    )  # fmt: skip
+    return Transformer(embedding, tuple(_distilbert_layer(layer, drops) for layer in model.transformer.layer), None)
 
 
-def _distilbert_layer(config: Any, layer: Any) -> Layer:
+def _distilbert_layer(layer: Any, drops: Drops) -> Layer:
     attention, ffn = layer.attention, layer.ffn
-    width = config.dim // config.n_heads
+    heads, width = attention.n_heads, attention.attention_head_size
     return Layer(
         Attention(
-            linear(attention.q_lin, attention.k_lin, attention.v_lin), linear(attention.out_lin), config.n_heads,
-            config.n_heads, width, width**-0.5, dropout=config.attention_dropout,
+            linear(attention.q_lin, attention.k_lin, attention.v_lin), linear(attention.out_lin), heads, heads, width,
+            attention.scaling, dropout=drops.of_weights(attention, attention.dropout),
         ),
         layer_norm(layer.sa_layer_norm),
-        Mlp(linear(ffn.lin1), linear(ffn.lin2), activation(config.activation)),
+        Mlp(linear(ffn.lin1), linear(ffn.lin2), activation_of(ffn.activation)),
         layer_norm(layer.output_layer_norm),
         NormOrder.POST,
-        mlp_out_dropout=config.dropout,  # and none after attention
+        mlp_out_dropout=drops.of(ffn.dropout),  # and none after attention
+        recomputes=recomputes(layer),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.packed.batch import PackedBatch
+from weft.packed.boundaries import MARKS, starts_of
 from weft.packed.models.common import Unsupported
 
 IGNORED_LABEL = -100
@@ -18,19 +19,23 @@ class HeadKind(Enum):
     TOKENS = "tokens"  # each token by itself
     NEXT_TOKEN = "next token"  # each token by itself, its label is the next one's
     FIRST = "first"  # the first column of the padded states
+    LAST = "last"  # the last token of each row that is not the padding token
     SPANS = "spans"  # each token by itself, a softmax over the columns
-    PADDED = "padded"  # whatever it likes of the padded states
 
 
-# Arguments that carry no work: these values change nothing.
+# Arguments that carry no work for a base model: these values change nothing.
 _HARMLESS: dict[str, tuple[object, ...]] = {"use_cache": (None, False), "return_dict": (None, True, False)}
+# What a trainer tells the loss, which is the head's: the base model's own code ignores it.
+_IGNORED = {"num_items_in_batch"}
 
 
 def reject(arguments: dict[str, Any], supported: set[str], model: Any) -> None:
     """Raises if an argument or the config asks for what a packed model would not heed."""
     what = type(model).__name__
     for name, value in arguments.items():
-        if name in supported or value is None or value is False or value in _HARMLESS.get(name, ()):
+        if name in supported or name in _IGNORED or value is None or value is False:
+            continue
+        if not isinstance(value, Tensor) and value in _HARMLESS.get(name, ()):
             continue
         raise Unsupported(f"{what}: the argument {name} is not supported; supported are {', '.join(sorted(supported))}")
     if model.config.output_attentions and arguments.get("output_attentions") is None:
@@ -39,41 +44,79 @@ def reject(arguments: dict[str, Any], supported: set[str], model: Any) -> None:
         )
 
 
-def pack_inputs(arguments: dict[str, Any]) -> tuple[PackedBatch, Tensor | None]:
+def pack_inputs(arguments: dict[str, Any], *, positions_split: bool = False) -> tuple[PackedBatch, Tensor | None]:
     """The tokens of a call, ids [T] or embeddings [T, width], and the padded ids where there are some."""
     ids, vectors, mask = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
     if ids is not None and vectors is not None:
         raise ValueError("got both input_ids and inputs_embeds, expected one of them")
     if isinstance(ids, PackedBatch):
-        if mask is not None:
-            raise Unsupported("a PackedBatch needs no attention_mask: it has no padding; leave it out")
+        for name in sorted({"attention_mask"} | MARKS):
+            if arguments.get(name) is not None:
+                raise Unsupported(f"a PackedBatch needs no {name}: it says itself where texts end; leave it out")
         return ids, None
-    if vectors is None:
-        padded = checked_ids(ids)
-        return PackedBatch.from_padded(padded, checked_mask(mask)), padded
+    padded = checked_vectors(vectors) if vectors is not None else checked_ids(ids)
+    mask, positions = checked_mask(mask), arguments.get("position_ids")
+    rows, columns = padded.shape[:2]
+    if positions is not None and (not isinstance(positions, Tensor) or tuple(positions.shape) not in
+                                  ((1, columns), (rows, columns))):  # fmt: skip
+        got = list(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
+        raise ValueError(f"position_ids must have shape [{rows}, {columns}] like the input, got {got}")
+    starts = starts_of((rows, columns), arguments, positions_split=positions_split)
+    batch = PackedBatch.from_padded(padded, mask, starts=starts)
+    return batch, padded if vectors is None else None
+
+
+def checked_vectors(vectors: Any) -> Tensor:
     if not isinstance(vectors, Tensor) or vectors.dim() != 3 or not vectors.is_floating_point():
         got = f"{vectors.dtype} {list(vectors.shape)}" if isinstance(vectors, Tensor) else type(vectors).__name__
         raise ValueError(f"inputs_embeds must be floating-point numbers of shape [batch, length, width], got {got}")
-    return PackedBatch.from_padded(vectors, checked_mask(mask)), None
+    return vectors
 
 
 def first_tokens(batch: PackedBatch, what: str) -> Tensor:
-    """[B, width]: the state in column 0 of each sequence, zeros for a sequence without tokens."""
-    starts = batch.cu_seqlens[:-1].long()
-    filled = batch.lengths > 0
-    if batch.tokens and bool((batch.columns[starts[filled]] != 0).any()):
+    """[rows, width]: the state in column 0 of each row, zeros for a row without tokens."""
+    real = batch.real()
+    if batch.tokens and bool((real.any(1) & ~real[:, 0]).any()):
         raise Unsupported(
             f"{what} reads the first column, which is padding in some sequences here, and padding is never computed; "
             f"pad on the right"
         )
-    out = batch.values.new_zeros(batch.sequences, batch.values.shape[1])
-    return out.index_copy(0, filled.nonzero().squeeze(1), batch.values[starts[filled]])
+    if batch.is_flattened:
+        raise Unsupported(f"{what} reads the first column, but rows hold several texts here; pass them row by row")
+    out = batch.values.new_zeros(batch.padded_shape[0], batch.values.shape[1])
+    in_first = batch.columns == 0
+    rows = batch.padded_index[in_first] // max(batch.padded_shape[1], 1)
+    return out.index_copy(0, rows, batch.values[in_first])
+
+
+def last_tokens(batch: PackedBatch, padded_ids: Tensor | None, padding: int | None) -> Tensor:
+    """int64 [rows]: the column that a decoder's classifier reads: the last that does not hold the token `padding`.
+
+    Without such a token, or without ids, it is the last column.
+    """
+    rows, columns = batch.padded_shape
+    if padding is None or padded_ids is None:
+        return torch.full((rows,), columns - 1, dtype=torch.int64)
+    counted = torch.arange(columns, dtype=torch.int32) * (padded_ids != padding)
+    return counted.argmax(-1)
+
+
+def check_columns(batch: PackedBatch, columns: Tensor, what: str) -> None:
+    """Raises where one of the columns [rows] that a head reads is padding."""
+    real = batch.real()
+    bad = (~real[torch.arange(real.shape[0]), columns]).nonzero().squeeze(1)
+    if bad.numel():
+        row = int(bad[0])
+        raise Unsupported(
+            f"{what} reads column {int(columns[row])} of row {row}, which is padding there, and padding is never "
+            f"computed; every row needs a token, and padding the token config.pad_token_id"
+        )
 
 
 def ends_in_last_column(batch: PackedBatch) -> bool:
-    """Whether the last column holds a token of every sequence."""
+    """Whether the last column holds a token of every row."""
     last = (batch.columns == batch.padded_shape[1] - 1).sum()
-    return int(last) == batch.sequences
+    return int(last) == batch.padded_shape[0]
 
 
 def packed_labels(batch: PackedBatch, labels: Tensor, kind: HeadKind) -> Tensor:
@@ -88,8 +131,8 @@ def packed_labels(batch: PackedBatch, labels: Tensor, kind: HeadKind) -> Tensor:
     gap[1:] = (batch.padded_index.diff() != 1) | (batch.positions[1:] == 0)
     if bool((gap & (batch.columns > 0) & (packed != IGNORED_LABEL)).any()):
         raise ValueError(
-            f"a token right after padding has a label, which would be predicted from padding; "
-            f"set it to {IGNORED_LABEL} or pad on the right"
+            f"a token right after padding, or after the end of another text, has a label, which would be predicted "
+            f"from padding or from that text; set it to {IGNORED_LABEL}, or pad on the right"
         )
     return packed.masked_fill(gap, IGNORED_LABEL)
 
@@ -108,10 +151,13 @@ def checked_mask(mask: Any) -> Tensor | None:
     return mask
 
 
-def packed_like(batch: PackedBatch, given: Tensor | None, name: str) -> Tensor:
+def packed_like(batch: PackedBatch, given: Any, name: str) -> Tensor:
     """What was given for each token, [T] or padded like the ids; zeros for None."""
     if given is None:
-        return torch.zeros(batch.tokens, dtype=torch.int64)
+        return torch.zeros(batch.tokens, dtype=torch.int64, device=batch.values.device)
+    if not isinstance(given, Tensor) or given.is_floating_point():
+        got = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(f"{name} must be whole numbers, got {got}")
     if given.shape == (batch.tokens,):
         return given.to(torch.int64)
     if tuple(given.shape) != batch.padded_shape:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.packed.models.common import Unsupported, activation, linear
+from weft.packed.models.common import Drops, Unsupported, activation_of, linear, recomputes, table
 from weft.packed.spec import Attention, Embedding, Layer, Mlp, Norm, NormKind, NormOrder, Rotary, Transformer
+from weft.packed.watch import is_of
 
 # Types whose frequencies do not depend on the length of the input.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -20,34 +21,44 @@ def checked_rope(kind: str) -> str:
 
 def describe_llama(model: Any) -> Transformer:
     """A `LlamaModel`; or a stage of one, whose `embed_tokens` or `norm` is None."""
-    config, rope = model.config, model.rotary_emb
+    rope = model.rotary_emb
     checked_rope(rope.rope_type)
     rotary = Rotary(rope.inv_freq, rope.attention_scaling)
     embedding = None if model.embed_tokens is None else _embedding(model.embed_tokens)
-    layers = tuple(_layer(config, layer, rotary) for layer in model.layers)
+    parts = list(model.layers)[: model.config.num_hidden_layers]  # as the model itself counts them
+    drops = Drops(module for layer in parts for module in layer.modules())
+    layers = tuple(_layer(layer, rotary, drops) for layer in parts)
     return Transformer(embedding, layers, None if model.norm is None else _rms_norm(model.norm))
 
 
-def _embedding(table: Any) -> Embedding:
-    return Embedding((table.weight,), ("input_ids",), None, padding=table.padding_idx)
+def _embedding(module: Any) -> Embedding:
+    words, padding = table(module)
+    return Embedding((words,), ("input_ids",), None, padding=padding)
 
 
-def _layer(config: Any, layer: Any, rotary: Rotary) -> Layer:
+def _layer(layer: Any, rotary: Rotary, drops: Drops) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    qkv = linear(attention.q_proj, attention.k_proj, attention.v_proj)
+    heads, kv_heads, _ = (w.shape[0] // attention.head_dim for w in qkv.weights)
+    if heads != kv_heads * attention.num_key_value_groups:
+        raise Unsupported(
+            f"the attention has {heads} heads of queries and {kv_heads} of keys, but num_key_value_groups = "
+            f"{attention.num_key_value_groups}"
+        )
     return Layer(
         Attention(
-            linear(attention.q_proj, attention.k_proj, attention.v_proj), linear(attention.o_proj),
-            config.num_attention_heads, config.num_key_value_heads, attention.head_dim, attention.scaling, right=0,
-            rotary=rotary, dropout=config.attention_dropout,
+            qkv, linear(attention.o_proj), heads, kv_heads, attention.head_dim, attention.scaling, right=0,
+            rotary=rotary, dropout=drops.of_weights(attention, attention.attention_dropout),
         ),
         _rms_norm(layer.input_layernorm),
-        Mlp(linear(mlp.gate_proj, mlp.up_proj), linear(mlp.down_proj), activation(config.hidden_act), gated=True),
+        Mlp(linear(mlp.gate_proj, mlp.up_proj), linear(mlp.down_proj), activation_of(mlp.act_fn), gated=True),
         _rms_norm(layer.post_attention_layernorm),
         NormOrder.PRE,
+        recomputes=recomputes(layer),
     )  # fmt: skip
 
 
 def _rms_norm(module: Any) -> Norm:
-    if type(module).__name__ != "LlamaRMSNorm":
+    if type(module).__name__ != "LlamaRMSNorm" or not is_of(type(module), type(module).__module__):
         raise Unsupported(f"expected a LlamaRMSNorm, got {type(module).__name__}")
     return Norm(module.weight, None, module.variance_epsilon, NormKind.RMS)
