@@ -150,3 +150,17 @@ def tensors(value: object) -> Iterator[Tensor]:
     elif is_dataclass(value):
         for field in fields(value):
             yield from tensors(getattr(value, field.name))
+
+
+def weights(value: object) -> Iterator[Tensor]:
+    """The tensors that a model computes with in its own type: all but rotary frequencies, which are tabled first."""
+    if isinstance(value, Rotary):
+        return
+    if isinstance(value, tuple):
+        for item in value:
+            yield from weights(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from weights(getattr(value, field.name))
+    elif isinstance(value, Tensor):
+        yield value

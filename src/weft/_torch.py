@@ -1,0 +1,48 @@
+"""Every private name of torch that weft uses, one function or alias each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch, _get_tracing_state
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as _module
+
+
+def has_global_module_hooks() -> bool:
+    """Whether a hook is registered that runs at every module of the process (`register_module_forward_hook`, ...)."""
+    return bool(
+        _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, without a record for gradients; another tensor is itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to, as torch counts; -1 for one made in inference mode, which counts nothing."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def in_functorch() -> bool:
+    """Whether a transformation of torch.func (vmap, grad, jvp) is at work."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def is_tracing() -> bool:
+    """Whether torch.jit.trace records what is computed."""
+    return _get_tracing_state() is not None
+
+
+def without_compile(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """The function as torch.compile leaves it alone; `fullgraph=True` says the reason. Public, but without types."""
+    found: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return found
