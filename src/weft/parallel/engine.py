@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +30,7 @@ from weft.parallel.inference.program import RankProgram
 from weft.parallel.part import Part, part_of
 from weft.parallel.share import Share, gather_rows
 from weft.parallel.structure import Structure
+from weft.parallel.told import digest, told
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,23 +264,6 @@ class ParallelEngine:
         group = self.ranks.group
         seeds = gather(group, dropout_seed(), what="the seed of dropout")
         return training.Noise.of(int(seeds[0]), group.rank())
-
-
-def told(inputs: Inputs) -> str:
-    """What a call is given, in words that ranks compare."""
-    first = 0 if inputs.vectors is None else 1
-    given = [inputs.cu_seqlens, *inputs.indices[first:]]
-    given += [t for t in (inputs.vectors, inputs.positions) if t is not None]
-    return f"{inputs.tokens} tokens of {inputs.cu_seqlens.numel() - 1} sequences, inputs {digest(*given)}"
-
-
-def digest(*tensors: Tensor) -> str:
-    """Twelve hexadecimal digits by which ranks compare what they were given."""
-    found = hashlib.blake2b(digest_size=6)
-    for tensor in tensors:
-        array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        found.update(array.data)
-    return found.hexdigest()
 
 
 def _drops(model: spec.Transformer) -> bool:

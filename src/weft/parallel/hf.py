@@ -22,13 +22,14 @@ from weft.packed.models.heads import PackedHead
 from weft.packed.models.inputs import HeadKind, packed_labels
 from weft.parallel.columns import as_sharded, gather_columns
 from weft.parallel.describe import VOCABULARY_HEADS, Cuts, Described
-from weft.parallel.engine import ParallelEngine, Passed, Ranks, digest
+from weft.parallel.engine import ParallelEngine, Passed, Ranks
 from weft.parallel.exchange import gather
 from weft.parallel.inference.hf import answer
 from weft.parallel.inference.program import RankProgram
 from weft.parallel.keep import kept_tokens
 from weft.parallel.loss import IGNORED, check_targets, cross_entropy
 from weft.parallel.surface import ParallelModel
+from weft.parallel.told import digest
 from weft.parallel.training import logits
 
 _HEAD_ARGUMENTS = {"labels", "return_dict", "num_items_in_batch", "logits_to_keep"}
@@ -141,6 +142,19 @@ class ParallelVocabulary(ParallelModel):
         if self._weft_head is not HeadKind.NEXT_TOKEN:
             raise Unsupported(f"{type(self).__name__} is no decoder; expected a causal language model")
         return self.weft_engine().program(asked)
+
+    @contextmanager
+    def weft_alone(self) -> Iterator[ParallelEngine]:
+        """The engine, while nobody else calls the model; with FSDP around it, its parameters are gathered."""
+        module: Any = self
+        with self._weft_ranks.lock:
+            if isinstance(module, FSDPModule):
+                module.unshard()
+            try:
+                yield self.weft_engine()
+            finally:
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def _infers(self, arguments: dict[str, Any]) -> bool:
         """Whether a call needs neither gradients nor what only training gives."""

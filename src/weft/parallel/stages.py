@@ -30,11 +30,12 @@ from weft.parallel.cut import Run
 from weft.parallel.describe import Described, VocabularyHead, cuts
 from weft.parallel.distribute import distribute
 from weft.parallel.embedding import lookup
-from weft.parallel.engine import ParallelEngine, Ranks, digest
+from weft.parallel.engine import ParallelEngine, Ranks
 from weft.parallel.exchange import agree
 from weft.parallel.loss import check_targets, cross_entropy
 from weft.parallel.part import Part
 from weft.parallel.share import Share
+from weft.parallel.told import digest
 from weft.parallel.training import RankOps, logits
 
 
