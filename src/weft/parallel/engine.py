@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -62,20 +63,17 @@ class Passed:
 
 
 class _Places:
-    """Which parameters a module had, and where. FSDP and `functional_call` put others there."""
+    """Which tensors a module had, and where. FSDP, `to(dtype)` and `functional_call` put others there."""
 
-    def __init__(self, module: nn.Module, found: Cuts) -> None:
-        self._taken = [
-            (owner._parameters, name, p)
-            for owner in module.modules()
-            for name, p in owner._parameters.items()
-            if p is not None and id(p) in found
-        ]
-        self._is_complete = len({id(p) for _, _, p in self._taken}) == len(found)
+    def __init__(self, module: nn.Module, described: Described) -> None:
+        wanted = {id(t) for t in spec.tensors((described.transformer, described.head))}
+        holders: list[dict[str, Any]] = [d for m in module.modules() for d in (m._parameters, m._buffers)]
+        self._taken = [(holder, name, t) for holder in holders for name, t in holder.items() if id(t) in wanted]
+        self._is_complete = len({id(t) for _, _, t in self._taken}) == len(wanted)
 
     def hold(self) -> bool:
         # Tensors that are no parameters, as torch's DDP makes of DTensors, are others in every call.
-        return self._is_complete and all(owner.get(name) is p for owner, name, p in self._taken)
+        return self._is_complete and all(holder.get(name) is t for holder, name, t in self._taken)
 
 
 class _Stamp:
@@ -95,12 +93,18 @@ class _Stamp:
 
 @dataclass(eq=False)
 class _Kept:
-    """What is kept without gradients: this rank's part, of which description and values, and a program of it."""
+    """What is kept without gradients: this rank's part and a program of it, and what these were made of."""
 
-    described: Described
-    part: Part
+    outline: str
+    leaves: list[Tensor]
     stamp: _Stamp
+    part: Part
     program: RankProgram | None = None
+
+    def is_of(self, outline: str, leaves: list[Tensor]) -> bool:
+        """Whether it was made of the same tensors in the same places, and none has changed."""
+        same = self.outline == outline and len(self.leaves) == len(leaves)
+        return same and all(map(operator.is_, self.leaves, leaves)) and self.stamp.holds(leaves)
 
 
 class ParallelEngine:
@@ -133,7 +137,7 @@ class ParallelEngine:
             described = self._describe()
             self.cuts = cuts(described, self.ranks.group.size())
             self._structure = Structure(self._module, self._called())
-            self._places = _Places(self._module, self.cuts)
+            self._places = _Places(self._module, described)
             self._outline = outline(described)
             self._described = described
         self._structure.check_hooks()
@@ -187,12 +191,13 @@ class ParallelEngine:
         leaves = list(spec.tensors((described.transformer, described.head)))
         # FSDP fills parameters without counting up their versions.
         is_fsdp = isinstance(self._module, FSDPModule)
-        good = kept is not None and kept.described is described and not is_fsdp and kept.stamp.holds(leaves)
+        good = kept is not None and not is_fsdp and kept.is_of(self._outline, leaves)
         if not self._all_agree(good, asked):
             self._kept = kept = None  # two copies of the weights need not be held at once
             agree(self.ranks.group, f"{type(self._module).__name__} as {self._outline}")
+            stamp = _Stamp.of(leaves)  # before they are read: who writes meanwhile is noticed in the next call
             part = part_of(described, self.cuts, self.ranks.group, split=False)
-            self._kept = kept = _Kept(described, part, _Stamp.of(leaves))
+            self._kept = kept = _Kept(self._outline, leaves, stamp, part)
         assert kept is not None
         return kept
 

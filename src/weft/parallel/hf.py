@@ -107,11 +107,7 @@ class ParallelVocabulary(ParallelModel):
         base = getattr(self, self._weft_base)
         if self._infers(arguments):
             return self._inferred(base, arguments)
-        if goes_on(arguments):
-            raise Unsupported(
-                "past_key_values: a parallel model goes on with its own cache, under torch.no_grad() and in eval mode, "
-                "without labels and hidden states"
-            )
+        self._check_cache(arguments)
         prepared: Prepared = base.weft_prepare({k: v for k, v in arguments.items() if k not in _HEAD_ARGUMENTS})
         labels, packed = arguments.get("labels"), isinstance(arguments.get("input_ids"), PackedBatch)
         targets = None if labels is None else self._targets(prepared.batch, labels)
@@ -156,11 +152,33 @@ class ParallelVocabulary(ParallelModel):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
+    def _check_cache(self, arguments: dict[str, Any]) -> None:
+        """Raises where a call that is no inference asks for a cache, and says why it is none."""
+        if arguments.get("past_key_values") is None and not arguments.get("use_cache"):
+            return
+        module: Any = self
+        reasons = {
+            "the model is in training mode (call eval())": module.training,
+            "gradients are on (use torch.no_grad())": torch.is_grad_enabled(),
+            "labels were given": arguments.get("labels") is not None,
+            "output_hidden_states was asked for": self._wants_states(arguments),
+            f"{type(self).__name__} is no decoder": self._weft_head is not HeadKind.NEXT_TOKEN,
+        }
+        why = ", and ".join(reason for reason, holds in reasons.items() if holds)
+        raise Unsupported(f"past_key_values: no cache of keys and values here: {why}; or call it with use_cache=False")
+
+    def _wants_states(self, arguments: dict[str, Any]) -> bool:
+        config: Any = self.config  # type: ignore[attr-defined]
+        states = arguments.get("output_hidden_states")
+        wanted = config.output_hidden_states if states is None else states
+        if not isinstance(wanted, bool):
+            raise Unsupported(f"output_hidden_states is {wanted!r}, expected True for all of them, or False")
+        return wanted
+
     def _infers(self, arguments: dict[str, Any]) -> bool:
         """Whether a call needs neither gradients nor what only training gives."""
         module: Any = self
-        states = arguments.get("output_hidden_states")
-        wants_states = module.config.output_hidden_states if states is None else states
+        wants_states = self._wants_states(arguments)
         plain = self._weft_head is HeadKind.NEXT_TOKEN and arguments.get("labels") is None and not wants_states
         return plain and not module.training and not torch.is_grad_enabled()
 
@@ -216,7 +234,7 @@ def _placed(batch: PackedBatch, values: Tensor, packed: bool) -> Tensor:
     if packed:
         return values
     if batch.tokens == rows * columns:
-        return values.view(rows, columns, -1)
+        return values.view(rows, columns, values.shape[1])
     return batch.with_values(values).to_padded()
 
 

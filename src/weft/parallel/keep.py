@@ -26,7 +26,7 @@ class Chosen:
             return logits
         rows, columns = self.shape
         flat = logits.new_zeros(rows * columns, logits.shape[1]).index_copy(0, self.places, logits)
-        return flat.view(rows, columns, -1)
+        return flat.view(rows, columns, logits.shape[1])
 
 
 def kept_tokens(batch: PackedBatch, keep: int | Tensor | None, *, packed: bool) -> Chosen | None:

@@ -68,6 +68,9 @@ class ParallelModel:
                 "model for the rest"
             )
         model: Any = self
+        # What Hugging Face's own method writes into the config, too.
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.architectures = [type(self).__name__.removeprefix("FSDP")]
         save_model(model, os.fspath(save_directory), max_file_bytes=_bytes(max_shard_size))
 
     def resize_token_embeddings(self, *args: Any, **options: Any) -> Any:
