@@ -212,9 +212,19 @@ def refusals(size: int) -> None:
     assert weft.generate(shared, [], max_new_tokens=3) == []
     assert weft.generate(shared, [[1]], max_new_tokens=0) == [[]]
     same_everywhere(weft.generate(shared, [[1, 2]], max_new_tokens=3))
-    if size > 1:
-        with pytest.raises(PeerMismatch, match=r"rank \d is at inference on .*, rank \d at something else"):
-            weft.generate(shared, [[1, 2 + dist.get_rank()]], max_new_tokens=3)
+    if size > 1:  # found before anything moves, so that the ranks stay in step
+        rank = dist.get_rank()
+        ids = torch.tensor([[1, 2, 3 + rank]])
+        for asks in (
+            lambda: weft.generate(shared, [[1, 2 + rank]], max_new_tokens=3),
+            lambda: weft.generate(shared, [[1, 2]], max_new_tokens=1, temperature=1.0, seed=rank),
+            lambda: weft.generate(shared, [[1, 2]], max_new_tokens=1 + rank),
+            lambda: weft.generate(shared, [[1, 2]], max_new_tokens=3, eos=3 + rank),
+            lambda: shared.generate(ids, max_new_tokens=3),
+        ):
+            with pytest.raises(PeerMismatch, match=r"rank 0: (.|\n)*rank 1: "):
+                asks()
+        same_everywhere(weft.generate(shared, [[1, 2]], max_new_tokens=3))
 
 
 CASES = [greedy, hugging_face, same_bits, sampling, changed_weights, modes, refusals]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from weft._torch import in_functorch, is_tracing, version_of
+from weft._torch import in_functorch, is_tracing
 from weft.errors import Unsupported
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.freshness import Stamp
 from weft.kernels.matmul import _is_plain
 from weft.packed import spec, training
 from weft.packed.call import Inputs, Kept
@@ -28,20 +29,6 @@ class AttentionDropout(Enum):
 
     MODEL = "model"  # with the probability that the model says
     OFF = "off"
-
-
-class Stamp:
-    """What some tensors were like when it was made: `holds` says whether they are still like that."""
-
-    def __init__(self, marks: list[tuple[int, int]]) -> None:
-        self._marks = marks
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Stamp:
-        return cls([(t.data_ptr(), version_of(t)) for t in tensors])
-
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        return Stamp.of(tensors)._marks == self._marks
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from weft._torch import without_compile
 from weft.comm.deadline import timeout_of
 from weft.overlap.context import context_of
 from weft.packed.engine import AttentionDropout
@@ -26,6 +27,8 @@ from weft.parallel.describe import VOCABULARY_HEADS, Described, cuts
 from weft.parallel.distribute import distribute
 from weft.parallel.engine import Ranks
 from weft.parallel.hf import ParallelBase, ParallelHead, ParallelVocabulary
+from weft.parallel.structure import Structure
+from weft.parallel.surface import check_caller
 
 _BASES = ("LlamaModel", "GPT2Model", "BertModel")
 _FAMILIES = tuple(family for family in FAMILIES if family.base in _BASES)
@@ -69,6 +72,7 @@ def parallelize(
     # Everything that can be wrong with the model is found here, before anything is changed or sent.
     vocabulary = VOCABULARY_HEADS.get(type(model).__name__)
     found = cuts(Described(family.describe(base), vocabulary(model) if vocabulary else None), mesh.size())
+    _check_hooks(model, base, vocabulary is not None)
     distribute(model, mesh, found)
     ranks = Ranks(mesh, _group(mesh, overlap))
     # Nobody fills a cache of another model's form.
@@ -103,15 +107,27 @@ def _base_of(model: nn.Module, family: Family) -> nn.Module:
     raise Unsupported(f"{type(model).__name__} has no {family.base}; was it changed?")
 
 
+def _check_hooks(model: nn.Module, base: nn.Module, has_vocabulary: bool) -> None:
+    """Raises where a hook hangs on a module that will not be called any more."""
+    pooler = getattr(base, "pooler", None)
+    called = {model} if has_vocabulary else set(model.modules()) - set(base.modules()) | {base}
+    Structure(model, called | (set() if pooler is None else set(pooler.modules()))).check_hooks()
+
+
 def _become(model: nn.Module, mixin: type, attributes: dict[str, Any]) -> None:
     """Gives the model another `forward`; its class keeps its name, so that configs and checkpoints find it."""
     original = type(model)
     function: Callable[..., Any] = original.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_weft_ranks" not in self.__dict__:  # a plain model that was made by the class of a parallel one
+            return function(self, *args, **kwargs)
+        check_caller()
         return self.weft_forward(function, bind(function, args, kwargs))
 
-    body = {"forward": functools.wraps(function)(forward), "__module__": original.__module__}
+    # torch.compile runs it as it is: its kernels are compiled, and ranks must meet in the same order.
+    whole = without_compile(forward, "a model that weft.parallelize has shared runs on kernels of its own")
+    body = {"forward": functools.wraps(function)(whole), "__module__": original.__module__}
     model.__class__ = type(original.__name__, (mixin, original), body)
     model.__dict__.update(attributes)
 

@@ -8,6 +8,7 @@ Weights that are stored transposed have the other dim. Everything that is not na
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -74,6 +75,8 @@ def cuts(described: Described, size: int) -> Cuts:
     """How each tensor is cut for `size` ranks. Raises where a rank would have nothing to compute."""
     found: Cuts = {}
     model = described.transformer
+    if not model.layers:
+        raise Unsupported("the model has no layers, expected at least one: there is nothing to share among ranks")
     if model.embedding is not None:
         words = model.embedding.tables[0].shape[0]
         if Run.of(words, size - 1, size).count == 0:
@@ -89,7 +92,7 @@ def cuts(described: Described, size: int) -> Cuts:
         _add_norm(found, layer.mlp_norm)
     _add_norm(found, model.final_norm)
     if described.head is not None:
-        _add_head(found, described.head, size)
+        _add_head(found, described.head, model.embedding, size)
     return found
 
 
@@ -148,14 +151,33 @@ def _add_mlp(found: Cuts, mlp: spec.Mlp, size: int) -> None:
     _add_inputs(found, mlp.down, runs)
 
 
-def _add_head(found: Cuts, head: VocabularyHead, size: int) -> None:
+def _add_head(found: Cuts, head: VocabularyHead, embedding: spec.Embedding | None, size: int) -> None:
     words = head.projection.weights[0].shape[0]
+    if embedding is not None and embedding.tables[0].shape[0] != words:
+        raise Unsupported(
+            f"the embedding has {embedding.tables[0].shape[0]} words and the head {words}, expected as many of each"
+        )
     if Run.of(words, size - 1, size).count == 0:
         raise ValueError(f"{size} ranks cannot share a vocabulary of {words} words: a rank would have none")
     _add_outputs(found, head.projection, [Cut.chunks(0, words, size).needed])
     if head.transform is not None:
         for tensor in spec.tensors(head.transform):
             _add(found, tensor, None)
+
+
+def outline(value: object) -> str:
+    """A digest of everything in a description but the values of its tensors: the same for the same computation."""
+    return hashlib.blake2b(_outlined(value).encode(), digest_size=6).hexdigest()
+
+
+def _outlined(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({','.join(_outlined(item) for item in value)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__name__}{_outlined(tuple(getattr(value, f.name) for f in fields(value)))}"
+    return repr(value)
 
 
 _ValueT = TypeVar("_ValueT")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import operator
+import threading
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,26 +14,36 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from weft.kernels.attention import dropout_seed
+from weft.kernels.freshness import Stamp
 from weft.packed import spec
 from weft.packed.call import Inputs, Kept
 from weft.packed.engine import AttentionDropout, runs_as_training
+from weft.packed.models.common import Unsupported
 from weft.parallel import training
-from weft.parallel.describe import Cuts, Described, cuts
+from weft.parallel.describe import Cuts, Described, cuts, outline
 from weft.parallel.exchange import agree, gather
+from weft.parallel.inference.door import check_vectors
+from weft.parallel.inference.host_wire import HostWire
+from weft.parallel.inference.network import NetworkWire
 from weft.parallel.inference.program import RankProgram
 from weft.parallel.part import Part, part_of
 from weft.parallel.share import Share, gather_rows
+from weft.parallel.structure import Structure
+from weft.parallel.told import digest, told
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The mesh axis that shares a model, and the group that its calls run on."""
+    """The mesh axis that shares a model, and the group that its calls run on.
+
+    Calls take turns by `lock`: they share buffers, and ranks must make them in the same order.
+    """
 
     mesh: DeviceMesh
     group: ProcessGroup
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # a copy of a model runs on the same ranks
@@ -50,59 +62,70 @@ class Passed:
         return gather_rows(self.rows if rows is None else rows, self.share, self.part.model.group)
 
 
-class _Taken:
-    """Remembers the parameters of a module that are cut: which they are, and how often they were written to."""
+class _Places:
+    """Which tensors a module had, and where. FSDP, `to(dtype)` and `functional_call` put others there."""
 
-    def __init__(self, module: nn.Module, found: Cuts) -> None:
-        self._taken = [
-            (owner._parameters, name, p, _version(p), _address(p))
-            for owner in module.modules()
-            for name, p in owner._parameters.items()
-            if p is not None and id(p) in found
-        ]
-        self._is_complete = len({id(p) for _, _, p, _, _ in self._taken}) == len(found)
-        # FSDP fills parameters without counting up their versions.
-        self._is_fsdp = any(isinstance(m, FSDPModule) for m in module.modules())
-
-    def are_the_same(self) -> bool:
-        # Tensors that are no parameters, as torch's DDP makes of DTensors, are others in every call.
-        return self._is_complete and all(owner.get(name) is p for owner, name, p, _, _ in self._taken)
+    def __init__(self, module: nn.Module, described: Described) -> None:
+        wanted = {id(t) for t in spec.tensors((described.transformer, described.head))}
+        holders: list[dict[str, Any]] = [d for m in module.modules() for d in (m._parameters, m._buffers)]
+        self._taken = [(holder, name, t) for holder in holders for name, t in holder.items() if id(t) in wanted]
+        self._is_complete = len({id(t) for _, _, t in self._taken}) == len(wanted)
 
     def hold(self) -> bool:
-        """Whether the values are the same, too."""
-        if self._is_fsdp or not self.are_the_same():
-            return False
-        return all(_version(p) == version and _address(p) == at for _, _, p, version, at in self._taken)
+        # Tensors that are no parameters, as torch's DDP makes of DTensors, are others in every call.
+        return self._is_complete and all(holder.get(name) is t for holder, name, t in self._taken)
 
 
-def _version(p: Tensor) -> int:
-    return -1 if p.is_inference() else p._version  # made in inference mode, it counts nothing
+@dataclass(eq=False)
+class _Kept:
+    """What is kept without gradients: this rank's part and a program of it, and what these were made of."""
 
+    outline: str
+    leaves: list[Tensor]
+    stamp: Stamp
+    part: Part
+    program: RankProgram | None = None
 
-def _address(p: Tensor) -> int:
-    return p._local_tensor.data_ptr() if isinstance(p, DTensor) else p.data_ptr()
+    def is_of(self, outline: str, leaves: list[Tensor]) -> bool:
+        """Whether it was made of the same tensors in the same places, and none has changed."""
+        same = self.outline == outline and len(self.leaves) == len(leaves)
+        return same and all(map(operator.is_, self.leaves, leaves)) and self.stamp.holds(leaves)
 
 
 class ParallelEngine:
-    """The description of a module and this rank's part of it, made again when parameters are replaced or change."""
+    """The description of a module and this rank's part of it, made again when the module or its parameters change."""
 
     def __init__(
-        self, module: nn.Module, describe: Callable[[], Described], dropout: AttentionDropout, ranks: Ranks
-    ) -> None:
+        self, module: nn.Module, describe: Callable[[], Described], dropout: AttentionDropout, ranks: Ranks,
+        called: Callable[[], Iterable[nn.Module]],
+    ) -> None:  # fmt: skip
         self._module, self._describe, self._dropout, self.ranks = module, describe, dropout, ranks
-        self._taken: _Taken | None = None
+        self._called = called
         self._described: Described | None = None
+        self._structure: Structure | None = None
+        self._places: _Places | None = None
+        self._outline = ""
         self.cuts: Cuts = {}
-        self._kept_part: tuple[_Taken, Part] | None = None
-        self._program: tuple[Part, RankProgram] | None = None
+        self._kept: _Kept | None = None
+        self._wire: HostWire | NetworkWire | None = None
 
     @property
     def described(self) -> Described:
-        """The description, of the parameters that the module has now."""
-        if self._described is None or self._taken is None or not self._taken.are_the_same():
-            self._described = self._describe()
-            self.cuts = cuts(self._described, self.ranks.group.size())
-            self._taken = _Taken(self._module, self.cuts)
+        """The description of the module as it is now. Raises where a hook of the user's would not run."""
+        if (
+            self._described is None
+            or self._structure is None
+            or self._places is None
+            or not (self._structure.holds() and self._places.hold())
+        ):
+            self._described = None
+            described = self._describe()
+            self.cuts = cuts(described, self.ranks.group.size())
+            self._structure = Structure(self._module, self._called())
+            self._places = _Places(self._module, described)
+            self._outline = outline(described)
+            self._described = described
+        self._structure.check_hooks()
         return self._described
 
     @property
@@ -113,28 +136,69 @@ class ParallelEngine:
     @property
     def vocabulary(self) -> int:
         """How many words the head tells apart."""
-        assert self.described.head is not None
-        return self.described.head.projection.weights[0].shape[0]
+        head = self.described.head
+        assert head is not None
+        return head.projection.weights[0].shape[0]
 
     def part(self, *, split: bool) -> Part:
-        """What this rank computes with. Without gradients it is kept until a parameter changes."""
+        """What this rank computes with. Without gradients it is kept until something changes. Collective."""
         described = self.described
         if torch.is_grad_enabled():
-            self._kept_part = self._program = None
+            self._kept = None
             return part_of(described, self.cuts, self.ranks.group, split=split)
-        if self._kept_part is None or not self._kept_part[0].hold():
-            part = part_of(described, self.cuts, self.ranks.group, split=False)
-            self._kept_part = (_Taken(self._module, self.cuts), part)
-        return self._kept_part[1]
+        return self._current(described, "a pass without gradients").part
 
-    def program(self) -> RankProgram:
-        """What inference runs on, made again when a parameter has changed. Collective."""
+    def program(self, asked: str = "inference") -> RankProgram:
+        """What inference runs on, made again when something has changed on any rank. Collective.
+
+        `asked` says what for: ranks that say different things raise `PeerMismatch`, before anything else happens.
+        """
         with torch.no_grad():
-            part = self.part(split=False)
-        if self._program is None or self._program[0] is not part:
-            self._program = None  # two copies of the weights need not be held at once
-            self._program = (part, RankProgram(part.model))
-        return self._program[1]
+            described = self.described
+            self._check_modes(described.transformer)
+            kept = self._current(described, asked)
+        if kept.program is None:
+            kept.program = RankProgram(kept.part.model, wire=self._wire)
+            self._wire = kept.program.wire
+        return kept.program
+
+    def forget(self) -> None:
+        """Makes what is kept anew in the next call. All ranks do it, or none."""
+        self._kept = None
+
+    def _current(self, described: Described, asked: str) -> _Kept:
+        """What is kept, if it is good on all ranks; making it is collective, so that one rank's verdict is everyone's.
+
+        A rank cannot know whether another one's weights were written to, and would wait for it, or compute with
+        weights of another time than its own.
+        """
+        kept = self._kept
+        leaves = list(spec.tensors((described.transformer, described.head)))
+        # FSDP fills parameters without counting up their versions.
+        is_fsdp = isinstance(self._module, FSDPModule)
+        good = kept is not None and not is_fsdp and kept.is_of(self._outline, leaves)
+        if not self._all_agree(good, asked):
+            self._kept = kept = None  # two copies of the weights need not be held at once
+            agree(self.ranks.group, f"{type(self._module).__name__} as {self._outline}")
+            stamp = Stamp.of(leaves)  # before they are read: who writes meanwhile is noticed in the next call
+            part = part_of(described, self.cuts, self.ranks.group, split=False)
+            self._kept = kept = _Kept(self._outline, leaves, stamp, part)
+        assert kept is not None
+        return kept
+
+    def _all_agree(self, good: bool, asked: str) -> bool:
+        """Whether all ranks say that what they keep is good. One word of each: through memory, where there is some."""
+        group = self.ranks.group
+        if group.size() == 1:
+            return good
+        numbers = [int(good), zlib.crc32(asked.encode())]
+        if isinstance(self._wire, HostWire):
+            said = self._wire.tell(numbers)
+        else:
+            said = [t.tolist() for t in gather(group, torch.tensor(numbers), what="whether weights have changed")]
+        if any(other[1] != numbers[1] for other in said):
+            agree(group, f"{type(self._module).__name__} at {asked}")  # raises, and names both sides
+        return all(other[0] for other in said)
 
     def is_differentiable(self, inputs: Inputs) -> bool:
         """Whether a call runs as in training."""
@@ -144,52 +208,52 @@ class ParallelEngine:
         """Hidden states [T, width], the same on every rank; `kept` gets what it asks for, whole, too."""
         keeps = kept is not None and (kept.states is not None or kept.keys_values is not None)
         if not keeps and not self.is_differentiable(inputs):
-            return self.program().run(inputs)
+            return self.program(told(inputs)).run(inputs)
         passed = self.run(inputs, kept)
         if kept is not None and kept.states is not None:
             kept.states[:] = [passed.whole(rows) for rows in kept.states]
         return passed.whole()
 
-    def run(self, inputs: Inputs, kept: Kept | None = None, *, labels: Tensor | None = None) -> Passed:
+    def run(
+        self, inputs: Inputs, kept: Kept | None = None, *, labels: Tensor | None = None, asked: str = ""
+    ) -> Passed:  # fmt: skip
         """The rank's rows of the hidden states; `kept.states` get rows, `kept.keys_values` this rank's heads.
 
-        `labels` are only compared between ranks, like the inputs.
+        `labels`, and what else was `asked` for, are only compared between ranks, like the inputs.
         """
-        group = self.ranks.group
+        group, described = self.ranks.group, self.described
+        if inputs.vectors is not None:
+            check_vectors(inputs, described.transformer.width, next(spec.tensors(described.transformer)).dtype)
+        self._check_modes(described.transformer)
         share = Share.of(inputs.tokens, rank=group.rank(), size=group.size())
-        self._agree(inputs, labels, share)
-        part, noise = self.part(split=share.split), self._noise()
+        if share.size > 1:
+            told_labels = "none" if labels is None else digest(labels)
+            agree(
+                group,
+                f"{type(self._module).__name__} on {told(inputs)} labels {told_labels} {asked} "
+                f"training={self._module.training} gradients={torch.is_grad_enabled()} split={share.split} "
+                f"model {self._outline}",
+            )
+        part, noise = self.part(split=share.split), self._noise(described.transformer)
         drops = self._dropout is AttentionDropout.MODEL
         rows = training.forward(part, inputs, share, noise=noise, drops_attention=drops, kept=kept or Kept())
         return Passed(rows, share, part)
 
-    def _agree(self, inputs: Inputs, labels: Tensor | None, share: Share) -> None:
-        if share.size == 1:
-            return
-        given = [inputs.cu_seqlens, *inputs.indices] if inputs.vectors is None else [inputs.cu_seqlens]
-        told = "none" if labels is None else digest(labels)
-        agree(
-            self.ranks.group,
-            f"{type(self._module).__name__} on {share.tokens} tokens of {inputs.cu_seqlens.numel() - 1} sequences, "
-            f"inputs {digest(*given)} labels {told} training={self._module.training} "
-            f"gradients={torch.is_grad_enabled()} split={share.split}",
-        )
+    def _check_modes(self, model: spec.Transformer) -> None:
+        assert self._structure is not None
+        if _drops(model) and self._structure.modes_differ():
+            raise Unsupported(
+                f"some modules of the {type(self._module).__name__} are in training mode and others in eval mode, and "
+                "it has dropout, which a parallel model applies everywhere or nowhere; call train() or eval() on the "
+                "whole model, or make it with a dropout of 0"
+            )
 
-    def _noise(self) -> training.Noise | None:
-        if not (self._module.training and _drops(self.model)):
+    def _noise(self, model: spec.Transformer) -> training.Noise | None:
+        if not (self._module.training and _drops(model)):
             return None
         group = self.ranks.group
         seeds = gather(group, dropout_seed(), what="the seed of dropout")
         return training.Noise.of(int(seeds[0]), group.rank())
-
-
-def digest(*tensors: Tensor) -> str:
-    """Twelve hexadecimal digits by which ranks compare what they were given."""
-    found = hashlib.blake2b(digest_size=6)
-    for tensor in tensors:
-        array: Any = tensor.detach().contiguous().numpy()
-        found.update(array.data)
-    return found.hexdigest()
 
 
 def _drops(model: spec.Transformer) -> bool:

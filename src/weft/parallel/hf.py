@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft.kernels.attention import dropout_seed
@@ -27,18 +28,23 @@ from weft.parallel.inference.hf import answer
 from weft.parallel.inference.program import RankProgram
 from weft.parallel.keep import kept_tokens
 from weft.parallel.loss import IGNORED, check_targets, cross_entropy
+from weft.parallel.surface import ParallelModel
+from weft.parallel.told import digest
 from weft.parallel.training import logits
 
 _HEAD_ARGUMENTS = {"labels", "return_dict", "num_items_in_batch", "logits_to_keep"}
 
 
-class ParallelBase(PackedBase):
+class ParallelBase(ParallelModel, PackedBase):
     """Mixed into the class of a base model. `_weft_ranks` are those that share it."""
 
     _weft_ranks: Ranks
 
     def weft_engine(self) -> ParallelEngine:  # type: ignore[override]  # it is called in the same way
-        return _engine(self, lambda module: Described(self._weft[0].describe(module)), self._weft[1])
+        module: Any = self
+        pooler = getattr(self, "pooler", None)  # it runs by its own code, and so does whoever calls the base model
+        called = [module] if pooler is None else [module, *pooler.modules()]
+        return _engine(module, lambda: Described(self._weft[0].describe(module)), self._weft[1], lambda: called)
 
     def weft_prepare(self, arguments: dict[str, Any]) -> Prepared:
         prepared = super().weft_prepare(arguments)
@@ -54,13 +60,14 @@ class ParallelBase(PackedBase):
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if goes_on(arguments):
             raise Unsupported("past_key_values of another model; a parallel model goes on with its own cache only")
-        engine = self.weft_engine()
-        engine.described  # noqa: B018
-        with local_parameters(self, known=engine.cuts):  # type: ignore[arg-type]
-            return super().weft_forward(original, arguments)
+        with self._weft_ranks.lock:
+            engine = self.weft_engine()
+            engine.described  # noqa: B018
+            with local_parameters(self, known=engine.cuts):  # type: ignore[arg-type]
+                return super().weft_forward(original, arguments)
 
 
-class ParallelHead(PackedHead):
+class ParallelHead(ParallelModel, PackedHead):
     """Mixed into a model with a small head, which every rank computes on whole states."""
 
     _weft_ranks: Ranks
@@ -68,40 +75,39 @@ class ParallelHead(PackedHead):
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         model: Any = self
         base = getattr(self, self._weft_base)
-        with local_parameters(model, without=base), alike(model, self._weft_ranks):
+        with self._weft_ranks.lock, local_parameters(model, without=base), alike(model, self._weft_ranks):
+            if isinstance(self, FSDPModule):
+                base.weft_engine().forget()  # FSDP fills its parameters, and nobody counts that
             return super().weft_forward(original, arguments)
 
 
-class ParallelVocabulary:
+class ParallelVocabulary(ParallelModel):
     """Mixed into a model whose head gives logits of words: ranks share these, and the loss is computed as they lie."""
 
     _weft_ranks: Ranks
     _weft_head: HeadKind
     _weft_base: str
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_weft_engine"}
-
     def weft_engine(self) -> ParallelEngine:
+        module: Any = self
         family, dropout = getattr(self, self._weft_base)._weft
 
-        def describe(module: Any) -> Described:
-            return Described(
-                family.describe(getattr(module, self._weft_base)), VOCABULARY_HEADS[family_head(module)](module)
-            )
+        def describe() -> Described:
+            head = VOCABULARY_HEADS[family_head(module)](module)
+            return Described(family.describe(getattr(module, self._weft_base)), head)
 
-        return _engine(self, describe, dropout)
+        return _engine(module, describe, dropout, lambda: [module])
 
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        with self._weft_ranks.lock:
+            return self._forward(arguments)
+
+    def _forward(self, arguments: dict[str, Any]) -> Any:
         """With labels: loss, and logits as a DTensor. Without: whole logits, of the tokens that were asked for."""
         base = getattr(self, self._weft_base)
         if self._infers(arguments):
             return self._inferred(base, arguments)
-        if goes_on(arguments):
-            raise Unsupported(
-                "past_key_values: a parallel model goes on with its own cache, under torch.no_grad() and in eval mode, "
-                "without labels and hidden states"
-            )
+        self._check_cache(arguments)
         prepared: Prepared = base.weft_prepare({k: v for k, v in arguments.items() if k not in _HEAD_ARGUMENTS})
         labels, packed = arguments.get("labels"), isinstance(arguments.get("input_ids"), PackedBatch)
         targets = None if labels is None else self._targets(prepared.batch, labels)
@@ -111,13 +117,14 @@ class ParallelVocabulary:
                 "logits_to_keep: a loss needs the logits of all tokens; leave labels or logits_to_keep out"
             )
         kept = Kept([] if prepared.wants_states else None)
-        passed = self.weft_engine().run(prepared.inputs, kept, labels=targets)
+        items = arguments.get("num_items_in_batch")
+        asked = f"items={None if items is None else float(items)} keep={None if keep is None else digest(keep.tokens)}"
+        passed = self.weft_engine().run(prepared.inputs, kept, labels=targets, asked=asked)
         words = passed.part.model.words
         part = logits(passed.part, passed.rows, passed.share, keep=None if keep is None else keep.tokens)
         fields: dict[str, Any] = {}
         if targets is not None:
-            items, group = arguments.get("num_items_in_batch"), self._weft_ranks.group
-            fields["loss"] = cross_entropy(part, targets, words, group=group, items=items)
+            fields["loss"] = cross_entropy(part, targets, words, group=self._weft_ranks.group, items=items)
             fields["logits"] = as_sharded(_placed(prepared.batch, part, packed), words, self._weft_ranks.mesh)
         else:
             whole = gather_columns(part, words, self._weft_ranks.group)
@@ -126,17 +133,52 @@ class ParallelVocabulary:
             fields["hidden_states"] = self._states(passed, kept.states, prepared.batch, packed)
         return self._output(fields, arguments.get("return_dict"))
 
-    def weft_program(self) -> RankProgram:
-        """What inference runs on; made again when weights have changed. Collective."""
+    def weft_program(self, asked: str = "inference") -> RankProgram:
+        """What inference runs on; made again when weights have changed. Collective; `asked` is the same everywhere."""
         if self._weft_head is not HeadKind.NEXT_TOKEN:
             raise Unsupported(f"{type(self).__name__} is no decoder; expected a causal language model")
-        return self.weft_engine().program()
+        return self.weft_engine().program(asked)
+
+    @contextmanager
+    def weft_alone(self) -> Iterator[ParallelEngine]:
+        """The engine, while nobody else calls the model; with FSDP around it, its parameters are gathered."""
+        module: Any = self
+        with self._weft_ranks.lock:
+            if isinstance(module, FSDPModule):
+                module.unshard()
+            try:
+                yield self.weft_engine()
+            finally:
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _check_cache(self, arguments: dict[str, Any]) -> None:
+        """Raises where a call that is no inference asks for a cache, and says why it is none."""
+        if arguments.get("past_key_values") is None and not arguments.get("use_cache"):
+            return
+        module: Any = self
+        reasons = {
+            "the model is in training mode (call eval())": module.training,
+            "gradients are on (use torch.no_grad())": torch.is_grad_enabled(),
+            "labels were given": arguments.get("labels") is not None,
+            "output_hidden_states was asked for": self._wants_states(arguments),
+            f"{type(self).__name__} is no decoder": self._weft_head is not HeadKind.NEXT_TOKEN,
+        }
+        why = ", and ".join(reason for reason, holds in reasons.items() if holds)
+        raise Unsupported(f"past_key_values: no cache of keys and values here: {why}; or call it with use_cache=False")
+
+    def _wants_states(self, arguments: dict[str, Any]) -> bool:
+        config: Any = self.config  # type: ignore[attr-defined]
+        states = arguments.get("output_hidden_states")
+        wanted = config.output_hidden_states if states is None else states
+        if not isinstance(wanted, bool):
+            raise Unsupported(f"output_hidden_states is {wanted!r}, expected True for all of them, or False")
+        return wanted
 
     def _infers(self, arguments: dict[str, Any]) -> bool:
         """Whether a call needs neither gradients nor what only training gives."""
         module: Any = self
-        states = arguments.get("output_hidden_states")
-        wants_states = module.config.output_hidden_states if states is None else states
+        wants_states = self._wants_states(arguments)
         plain = self._weft_head is HeadKind.NEXT_TOKEN and arguments.get("labels") is None and not wants_states
         return plain and not module.training and not torch.is_grad_enabled()
 
@@ -176,10 +218,12 @@ def family_head(module: Any) -> str:
     return next(kind.__name__ for kind in type(module).__mro__ if kind.__name__ in VOCABULARY_HEADS)
 
 
-def _engine(module: Any, describe: Callable[[Any], Described], dropout: AttentionDropout) -> ParallelEngine:
+def _engine(
+    module: Any, describe: Callable[[], Described], dropout: AttentionDropout, called: Callable[[], list[nn.Module]]
+) -> ParallelEngine:
     engine: ParallelEngine | None = module.__dict__.get("_weft_engine")
     if engine is None or engine._module is not module:  # a copy must not use the engine of the original
-        engine = ParallelEngine(module, lambda: describe(module), dropout, module._weft_ranks)
+        engine = ParallelEngine(module, describe, dropout, module._weft_ranks, called)
         module.__dict__["_weft_engine"] = engine
     return engine
 
@@ -190,7 +234,7 @@ def _placed(batch: PackedBatch, values: Tensor, packed: bool) -> Tensor:
     if packed:
         return values
     if batch.tokens == rows * columns:
-        return values.view(rows, columns, -1)
+        return values.view(rows, columns, values.shape[1])
     return batch.with_values(values).to_padded()
 
 
@@ -212,18 +256,19 @@ def local_parameters(
 ) -> Iterator[None]:
     """Replicated parameters as plain tensors, for a head's own code; outside of the block they are DTensors.
 
-    Not those of the module `without`, and not those that are described and `known`.
+    Not those of the module `without`, and not those that are described and `known`. Callers take turns by the lock of
+    `Ranks`: another thread would find plain tensors where DTensors belong, or the other way round.
     """
     left_out = set() if without is None else set(without.modules())
     swapped: list[tuple[dict[str, Any], str, Any]] = []
-    for module in model.modules():
-        if module not in left_out:
-            parameters: dict[str, Any] = module._parameters
-            wanted = [(n, p) for n, p in parameters.items() if isinstance(p, DTensor) and id(p) not in (known or {})]
-            swapped += [(parameters, name, p) for name, p in wanted]
-    for holder, name, p in swapped:
-        holder[name] = p.to_local()
     try:
+        for module in model.modules():
+            if module not in left_out:
+                holder: dict[str, Any] = module._parameters
+                for name, p in [*holder.items()]:
+                    if isinstance(p, DTensor) and id(p) not in (known or {}):
+                        swapped.append((holder, name, p))
+                        holder[name] = p.to_local()
         yield
     finally:
         for holder, name, p in swapped:

@@ -26,7 +26,7 @@ class Chosen:
             return logits
         rows, columns = self.shape
         flat = logits.new_zeros(rows * columns, logits.shape[1]).index_copy(0, self.places, logits)
-        return flat.view(rows, columns, -1)
+        return flat.view(rows, columns, logits.shape[1])
 
 
 def kept_tokens(batch: PackedBatch, keep: int | Tensor | None, *, packed: bool) -> Chosen | None:
@@ -40,6 +40,8 @@ def kept_tokens(batch: PackedBatch, keep: int | Tensor | None, *, packed: bool) 
     """
     if keep is None or (isinstance(keep, int) and keep == 0):
         return None
+    if isinstance(keep, int) and keep < 0:
+        raise ValueError(f"logits_to_keep is {keep}, expected 0 for all, or how many of the last columns to keep")
     if packed:
         if not isinstance(keep, int) or keep < 0:
             raise Unsupported("logits_to_keep: of a PackedBatch, the last tokens of each sequence: expected a number")

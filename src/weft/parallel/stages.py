@@ -30,11 +30,12 @@ from weft.parallel.cut import Run
 from weft.parallel.describe import Described, VocabularyHead, cuts
 from weft.parallel.distribute import distribute
 from weft.parallel.embedding import lookup
-from weft.parallel.engine import ParallelEngine, Ranks, digest
+from weft.parallel.engine import ParallelEngine, Ranks
 from weft.parallel.exchange import agree
 from weft.parallel.loss import check_targets, cross_entropy
 from weft.parallel.part import Part
 from weft.parallel.share import Share
+from weft.parallel.told import digest
 from weft.parallel.training import RankOps, logits
 
 
@@ -71,7 +72,8 @@ class LlamaStage(nn.Module):
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Shares the stage among the ranks of a mesh with one axis. Collective over it; rank 0's weights count."""
         distribute(self, mesh, cuts(self._describe(), mesh.size()))
-        self._engine = ParallelEngine(self, self._describe, AttentionDropout.OFF, Ranks(mesh, mesh.get_group()))
+        ranks = Ranks(mesh, mesh.get_group())
+        self._engine = ParallelEngine(self, self._describe, AttentionDropout.OFF, ranks, lambda: [self])
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor, next_ids: Tensor | None = None) -> Tensor:
         """x: ids [T] on the first stage, rows [T_r, width] on others; cu_seqlens int32 [B + 1]; next_ids int64 [T],

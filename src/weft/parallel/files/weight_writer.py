@@ -80,9 +80,10 @@ class Writer:
             file.close()
 
     def _publish(self, model: nn.Module) -> None:
-        config: Any = getattr(model, "config", None)
-        if hasattr(config, "save_pretrained"):
-            config.save_pretrained(self._folder)
+        for name in ("config", "generation_config"):
+            config: Any = getattr(model, name, None)
+            if hasattr(config, "save_pretrained"):
+                config.save_pretrained(self._folder)
         for number in range(len(self._files)):
             self._partial(number).replace(self._folder / self._name(number))
         if len(self._files) > 1:

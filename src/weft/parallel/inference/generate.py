@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from weft.packed.call import Inputs
 from weft.parallel.inference.cache import RankCache
 from weft.parallel.inference.program import RankProgram
 from weft.parallel.inference.sample import Sampling, choose
+from weft.parallel.told import digest
 
 _PREFILL_TOKENS = 8192  # prompts are taken in together up to this many tokens
 
@@ -42,15 +45,18 @@ def generate(
         weft.generate(model, [[1, 5, 9], [1, 7]], max_new_tokens=32)
     """
     sampling = Sampling(temperature, top_k, top_p)
-    program, limit, own_eos = _program_of(model)
-    ends = _ends(own_eos if eos is None else eos)
-    given = [_checked(i, p, program, limit, max_new_tokens) for i, p in enumerate(prompts)]
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
-    if not given or max_new_tokens == 0:
-        return [[] for _ in given]
-    with torch.inference_mode():
-        return Generation(program, given, max_new_tokens, sampling, seed, ends).run()
+    _check_number("max_new_tokens", max_new_tokens, lowest=0)
+    _check_number("seed", seed)
+    with _whole(model) as (words, limit, own_eos, program_for):
+        ends = _ends(own_eos) if eos is None else _checked_ends(eos, words)
+        given = [_checked(i, p, words, limit, max_new_tokens) for i, p in enumerate(_listed(prompts))]
+        if not given or max_new_tokens == 0:
+            return [[] for _ in given]
+        asked = f"{len(given)} prompts {digest(*given)} of {[len(p) for p in given[:8]]} tokens and more, "
+        asked += f"max_new_tokens={max_new_tokens} {sampling} seed={seed} eos={sorted(ends)}"
+        program = program_for(f"generate: {asked}")
+        with torch.inference_mode():
+            return Generation(program, given, max_new_tokens, sampling, seed, ends).run()
 
 
 class Generation:
@@ -119,32 +125,73 @@ def inputs_of(tokens: Tensor, lengths: Tensor, past: Tensor, program: RankProgra
     return Inputs(cu, tokens.numel(), indices, None, positions, int(positions.max()) if tokens.numel() else 0)
 
 
-def _program_of(model: Any) -> tuple[RankProgram, int, Any]:
-    """The program of a model, how long a sequence may be, and the tokens that its generation config ends with."""
+@contextmanager
+def _whole(model: Any) -> Iterator[tuple[int, int, Any, Callable[[str], RankProgram]]]:
+    """How many words a model has, how long a sequence may be, the tokens that its generation config ends with, and its
+    program; nobody else calls the model meanwhile.
+    """
     if isinstance(model, RankProgram):
         embedding = model.transformer.embedding
         positions = None if embedding is None or len(embedding.tables) < 2 else embedding.tables[1].shape[0]
-        return model, positions or torch.iinfo(torch.int32).max, ()
+        yield model.model.words.total, positions or torch.iinfo(torch.int32).max, (), lambda asked: model
+        return
     if not hasattr(model, "weft_program"):
         raise ValueError(
             f"got a {type(model).__name__}, expected a decoder with a language head that weft.parallelize has shared "
             f"among ranks; a group of one rank will do"
         )
     end = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return model.weft_program(), int(model.config.max_position_embeddings), () if end is None else end
+    limit = int(model.config.max_position_embeddings)
+    with model.weft_alone() as engine:
+        yield engine.vocabulary, limit, () if end is None else end, model.weft_program
 
 
-def _ends(eos: int | Collection[int]) -> set[int]:
-    return {eos} if isinstance(eos, int) else set(eos)
+def _check_number(name: str, value: Any, *, lowest: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or (lowest is not None and value < lowest):
+        expected = "a whole number" if lowest is None else f"a whole number, {lowest} or more"
+        raise ValueError(f"{name} is {value!r}, expected {expected}")
 
 
-def _checked(number: int, prompt: Sequence[int] | Tensor, program: RankProgram, limit: int, most: int) -> Tensor:
-    tokens = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), dtype=torch.int64)
-    if tokens.dim() != 1 or tokens.is_floating_point():
+def _ends(eos: int | Collection[int] | Tensor) -> set[int]:
+    if isinstance(eos, Tensor):
+        eos = eos.reshape(-1).tolist()
+    return {eos} if isinstance(eos, int) else {int(token) for token in eos}
+
+
+def _checked_ends(eos: int | Collection[int] | Tensor, words: int) -> set[int]:
+    ends = _ends(eos)
+    if odd := [token for token in sorted(ends) if not 0 <= token < words]:
+        raise ValueError(f"eos has the tokens {odd}, expected 0 to {words - 1}, the vocabulary; () for none")
+    return ends
+
+
+def _listed(prompts: Any) -> list[Any]:
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts are a {type(prompts).__name__}, expected a list of prompts, each a list of tokens")
+    return list(prompts)
+
+
+def _as_tensor(number: int, tokens: list[Any]) -> Tensor:
+    if not tokens:
+        return torch.empty(0, dtype=torch.int64)
+    try:  # of numpy, too; a float is none
+        return torch.tensor([operator.index(token) for token in tokens], dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"prompt {number} is {tokens!r:.60}, expected a list of token numbers") from error
+
+
+def _checked(number: int, prompt: Any, words: int, limit: int, most: int) -> Tensor:
+    if not isinstance(prompt, Tensor) and (isinstance(prompt, (str, bytes)) or not isinstance(prompt, Iterable)):
+        raise ValueError(
+            f"prompt {number} is {prompt!r:.60}, expected token numbers: a list or tensor of them for each prompt"
+        )
+    tokens = prompt if isinstance(prompt, Tensor) else _as_tensor(number, list(prompt))
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype in (torch.bool, torch.complex64):
         raise ValueError(f"prompt {number} is {tokens.dtype} {list(tokens.shape)}, expected token numbers [length]")
     if not tokens.numel():
         raise ValueError(f"prompt {number} is empty, expected at least one token, such as the one that begins a text")
-    low, high, words = int(tokens.min()), int(tokens.max()), program.model.words.total
+    tokens = tokens.detach().to(torch.int64).contiguous()
+    low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= words:
         raise ValueError(f"prompt {number} has tokens from {low} to {high}, expected 0 to {words - 1}, the vocabulary")
     if tokens.numel() + most > limit:
@@ -152,7 +199,7 @@ def _checked(number: int, prompt: Sequence[int] | Tensor, program: RankProgram, 
             f"prompt {number} has {tokens.numel()} tokens and {most} are to follow, but the model's limit is {limit}; "
             f"shorten the prompt or lower max_new_tokens"
         )
-    return tokens.to(torch.int64)
+    return tokens
 
 
 def _generator(seed: int, number: int) -> torch.Generator:

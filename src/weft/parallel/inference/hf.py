@@ -19,6 +19,7 @@ from weft.parallel.cut import Run
 from weft.parallel.inference.cache import RankCache
 from weft.parallel.inference.program import RankProgram
 from weft.parallel.keep import Chosen, kept_tokens
+from weft.parallel.told import digest, told
 
 _ROOM = 128  # tokens that a new cache has room for behind the prompts; it grows when they are used up
 _CACHE_ARGUMENTS = {"use_cache", "past_key_values", "cache_position"}
@@ -69,16 +70,21 @@ def answer(model: Any, base: Any, arguments: dict[str, Any], keep: int | Tensor 
     past = given if isinstance(given, ParallelCache) else None
     if past is None and goes_on(arguments):
         raise Unsupported("past_key_values of another model; a parallel model goes on with its own cache only")
+    # Whatever can be wrong with a call is found before the ranks meet.
     prepared = base.weft_prepare(_without_cache(arguments, past))
     batch: PackedBatch = prepared.batch
-    program: RankProgram = model.weft_engine().program()
-    cache = past or _new_cache(model, program, arguments, batch, packed=packed)
     if past is not None and past.held.slots != batch.sequences:
         raise ValueError(f"the cache has {past.held.slots} rows, got inputs of {batch.sequences}")
+    caches = past is not None or _wants_cache(model, arguments, batch, packed=packed)
     chosen = kept_tokens(batch, keep, packed=packed)
-    hidden = program.run(
-        prepared.inputs, cache=None if cache is None else cache.held, rows=None if chosen is None else chosen.tokens
-    )
+    rows = None if chosen is None else chosen.tokens
+    asked = f"inference on {told(prepared.inputs)} rows {'all' if rows is None else digest(rows)} cache={caches}"
+    program: RankProgram = model.weft_engine().program(asked)
+    cache = past
+    if caches and past is None:
+        longest = int(batch.lengths.max())
+        cache = ParallelCache(program.cache(slots=batch.sequences, capacity=longest + _ROOM))
+    hidden = program.run(prepared.inputs, cache=None if cache is None else cache.held, rows=rows)
     if cache is not None:
         cache.columns += batch.padded_shape[1]
     return Answer(whole_logits(program, hidden), batch, chosen, cache)
@@ -114,18 +120,15 @@ def _without_cache(arguments: dict[str, Any], past: ParallelCache | None) -> dic
     return rest
 
 
-def _new_cache(
-    model: Any, program: RankProgram, arguments: dict[str, Any], batch: PackedBatch, *, packed: bool
-) -> ParallelCache | None:
-    """An empty cache where the call wants one: it says so, or the config does."""
+def _wants_cache(model: Any, arguments: dict[str, Any], batch: PackedBatch, *, packed: bool) -> bool:
+    """Whether the call wants a new cache: it says so, or the config does."""
     given, wanted = arguments.get("past_key_values"), arguments.get("use_cache")
     if given is not None and not hasattr(given, "get_seq_length"):
         raise Unsupported(f"past_key_values must be a cache, got {type(given).__name__}")
     if wanted is None:
         wanted = given is not None or (model.config.use_cache and not packed)
     if not wanted or not batch.tokens:
-        return None
+        return False
     if packed:
         raise Unsupported("use_cache: a cache goes with padded input_ids; weft.generate takes lists of any lengths")
-    longest = int(batch.lengths.max())
-    return ParallelCache(program.cache(slots=batch.sequences, capacity=longest + _ROOM))
+    return True

@@ -7,7 +7,8 @@ a hash of what the ranks are about to do: ranks that were given different things
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from weft.comm.banks import BANKS, Banks
 
 CHUNK_ROWS = 512  # what is summed at once: stays in the caches from the matmul to the sum
 _SMALLEST_BANK = 1 << 20
+_TELLS = -1  # a tag that no hash is
 
 Rows = tuple[int, int]  # address and stride
 Fill = Callable[[int, int, Rows], None]  # writes rows [first, first + count) to a place
@@ -28,14 +30,29 @@ class HostWire:
 
     def __init__(self, group: ProcessGroup, width: int, dtype: torch.dtype, *, timeout: float) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self._itemsize = dtype.itemsize
+        self._form, self._itemsize = (width, dtype), dtype.itemsize
         self._banks = Banks(group, max(CHUNK_ROWS * width * dtype.itemsize, _SMALLEST_BANK), timeout=timeout)
+        self._words: list[Any] = [memory.numpy() for memory in self._banks.memory]  # for what is said in a few words
         self._tag, self._what = 0, ""
+
+    def fits(self, width: int, dtype: torch.dtype) -> bool:
+        """Whether it was made for such rows."""
+        return self._form == (width, dtype)
 
     def begin(self, tag: int, what: str) -> None:
         """What the exchanges that follow are for: a hash that is the same on all ranks, and its meaning in words."""
         self._banks.check(what)
         self._tag, self._what = tag, what
+
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What each rank says, a few int64 numbers, as many of each."""
+        banks, n = self._banks, 8 * len(numbers)
+        what = "what ranks say before a call"
+        banks.check(what)
+        bank = banks.next_turn % BANKS
+        self._words[self.rank][bank, :n].view("int64")[:] = numbers
+        banks.wait(banks.post(_TELLS), _TELLS, what)
+        return [words[bank, :n].view("int64").tolist() for words in self._words]
 
     def sum_rows(
         self, kernels: _core.Kernels, code: int, fill: Fill, rows: int, width: int, *, bias: int, out: Rows,

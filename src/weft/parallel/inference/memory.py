@@ -40,10 +40,13 @@ class Job:
     def tag(self) -> int:
         """A hash of all that ranks must have in common."""
         hashed = 0
-        for tensor in (self.inputs.cu_seqlens, self.inputs.positions, *self.inputs.indices, self.past, self.rows):
+        given, first = self.inputs, 0 if self.inputs.vectors is None else 1
+        for tensor in (
+            given.cu_seqlens, given.positions, *given.indices[first:], given.vectors, self.past, self.rows
+        ):  # fmt: skip
             if tensor is not None:
-                array: Any = tensor.contiguous().numpy()
-                hashed = zlib.crc32(array.tobytes(), hashed)
+                array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+                hashed = zlib.crc32(array.data, hashed)
         return hashed
 
 

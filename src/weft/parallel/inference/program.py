@@ -23,8 +23,9 @@ from weft.packed import spec
 from weft.packed.call import Inputs
 from weft.packed.held import Dense, PackedLayer, Tables, common_dtype
 from weft.parallel.inference.cache import RankCache
+from weft.parallel.inference.door import check_program, job_of
 from weft.parallel.inference.host_wire import CHUNK_ROWS, HostWire
-from weft.parallel.inference.memory import Job, Memory
+from weft.parallel.inference.memory import Memory
 from weft.parallel.inference.network import NetworkPass, NetworkWire
 from weft.parallel.inference.passes import Pass
 from weft.parallel.rank import RankModel
@@ -35,13 +36,15 @@ class RankProgram:
     changed. Making one is collective over the group, and so is every call.
     """
 
-    def __init__(self, model: RankModel) -> None:
+    def __init__(self, model: RankModel, *, wire: HostWire | NetworkWire | None = None) -> None:
+        """`wire` is that of an earlier program of the same group, if there was one."""
         self.model, self.transformer = model, model.transformer
-        self.dtype = common_dtype(list(spec.tensors((model.transformer, model.head))))
+        self.dtype = common_dtype(list(spec.weights((model.transformer, model.head))))
         self.code, self.kernels = dtype_code(self.dtype), isa()
         self.layers = [PackedLayer.of(layer) for layer in model.transformer.layers]
         self.head = None if model.head is None else Dense.of(model.head)
-        self.wire = _wire(model, self.dtype)
+        check_program(self)
+        self.wire = _wire(model, self.dtype, wire)
         everything = isinstance(self.wire, NetworkWire)  # is split among ranks, and not done in chunks
         self.memory = Memory(self.layers, model.transformer.width, self.dtype, None if everything else CHUNK_ROWS)
         self.tables = Tables()
@@ -57,12 +60,12 @@ class RankProgram:
         """Hidden states after the last layer, [T, width], or [n, width] of the n tokens `rows`; the same on all ranks.
 
         With a `cache`, sequence s goes on behind the tokens that slot `slots[s]` holds, and is added to it. The model
-        must be causal then. Indices were checked by the caller.
+        must be causal then. What was given is checked here, and nowhere behind it (`door.py`).
         """
         # Made before inference mode: what comes out may meet gradients, what is kept inside never does.
         out = empty(inputs.tokens if rows is None else rows.numel(), self.transformer.width, dtype=self.dtype)
         with self._lock, torch.inference_mode():
-            job = self._job(inputs, cache, slots, rows)
+            job = job_of(self, inputs, cache, slots, rows)
             if not inputs.tokens:
                 return out
             if isinstance(self.wire, NetworkWire):
@@ -88,28 +91,15 @@ class RankProgram:
             self.wire.gather(part.contiguous(), parts)
         return parts
 
-    def _job(self, inputs: Inputs, cache: RankCache | None, slots: Tensor | None, rows: Tensor | None) -> Job:
-        count = inputs.cu_seqlens.numel() - 1
-        if cache is None:
-            return Job(inputs, None, torch.arange(count), torch.zeros(count, dtype=torch.int64), rows)
-        if any(layer.attention.right != 0 for layer in self.transformer.layers):
-            raise ValueError("a cache needs causal attention; this model looks ahead: run it without a cache")
-        slots = torch.arange(count) if slots is None else slots
-        if slots.shape != (count,) or len(set(slots.tolist())) != count:
-            raise ValueError(f"slots are {slots.tolist()}, expected {count} different ones, one for each sequence")
-        past = cache.lengths[slots]
-        job = Job(inputs, cache, slots, past, rows)
-        if count:
-            cache.reserve(int((past + job.lengths).max()))
-        return job
 
-
-def _wire(model: RankModel, dtype: torch.dtype) -> HostWire | NetworkWire | None:
+def _wire(model: RankModel, dtype: torch.dtype, before: HostWire | NetworkWire | None) -> HostWire | NetworkWire | None:
     """How the ranks reach each other: not at all, through memory, or through the group."""
-    group = model.group
+    group, width = model.group, model.transformer.width
     if group.size() == 1:
         return None
+    if isinstance(before, NetworkWire) or (before is not None and before.fits(width, dtype)):
+        return before
     timeout = timeout_of(group)
     if len(set(hosts_of(group, timeout=timeout))) == 1:
-        return HostWire(group, model.transformer.width, dtype, timeout=timeout)
+        return HostWire(group, width, dtype, timeout=timeout)
     return NetworkWire(group)

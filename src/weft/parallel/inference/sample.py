@@ -15,6 +15,8 @@ from torch import Tensor
 
 Gather = Callable[[Tensor], list[Tensor]]
 
+_LEAST_TEMPERATURE = 1e-6  # logits divided by less are no numbers any more
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -29,10 +31,12 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}, expected 0 (greedy) or a number above")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}, expected at least 1, or None for all tokens")
+        if self.temperature != 0.0 and not _LEAST_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature is {self.temperature}, expected 0 (greedy) or a number from {_LEAST_TEMPERATURE:g} on"
+            )
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ValueError(f"top_k is {self.top_k}, expected a whole number, at least 1, or None for all tokens")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}, expected a number above 0 and up to 1, or None for all tokens")
 
@@ -53,6 +57,8 @@ def choose(
     [1]
     """
     values, tokens = _most_likely(part, first, sampling.candidates(total), gather)
+    if not bool(torch.isfinite(values[:, 0]).all()):
+        raise ValueError("the model's logits are no numbers (nan or inf), so that no token is the most likely one")
     if sampling.temperature == 0.0:
         return tokens[:, 0].clone()
     weights = torch.softmax(values.double() / sampling.temperature, dim=1)

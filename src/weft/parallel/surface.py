@@ -1,0 +1,121 @@
+"""What else a Hugging Face model can do, besides its call: it works with shared parameters, or names the remedy."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from weft._torch import in_functorch, is_tracing
+from weft.packed.models.common import Unsupported
+
+_DROPPED = "_weft_engine"  # belongs to one model, not to copies of it
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def check_caller() -> None:
+    """Raises where the call is being recorded: what a parallel model does cannot be replayed."""
+    if is_tracing():
+        raise Unsupported("torch.jit.trace: a parallel model cannot be traced; trace the model before parallelize")
+    if torch.compiler.is_exporting():
+        raise Unsupported("torch.export: a parallel model cannot be exported; export the model before parallelize")
+    if in_functorch():
+        raise Unsupported("torch.func (vmap, grad, jvp): a parallel model cannot be transformed; call it directly")
+
+
+class ParallelModel:
+    """Mixed into the class of every model that `parallelize` takes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != _DROPPED}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    def __copy__(self) -> Any:
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__getstate__())
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Unsupported(
+            f"a parallel {type(self).__name__} cannot be pickled: it lives on several ranks; save it with "
+            "model.save_pretrained(folder), weft.parallel.save_checkpoint, or its state_dict() with "
+            "torch.distributed.checkpoint"
+        )
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *, max_shard_size: int | str = "50GB", **options: Any
+    ) -> None:  # fmt: skip
+        """As Hugging Face writes a model, gathered on rank 0 a few tensors at a time: see `weft.parallel.save_model`.
+
+        Collective over the default group. Other options of Hugging Face's method are errors.
+        """
+        from weft.parallel.files.save import save_model
+
+        allowed = {"is_main_process": (True, False), "safe_serialization": (True,), "push_to_hub": (False,)}
+        odd = [name for name, value in options.items() if value is not None and value not in allowed.get(name, ())]
+        if odd:
+            raise Unsupported(
+                f"save_pretrained of a parallel model does not take {', '.join(odd)}; save it, and load it as a plain "
+                "model for the rest"
+            )
+        model: Any = self
+        # What Hugging Face's own method writes into the config, too.
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.architectures = [type(self).__name__.removeprefix("FSDP")]
+        save_model(model, os.fspath(save_directory), max_file_bytes=_bytes(max_shard_size))
+
+    def resize_token_embeddings(self, *args: Any, **options: Any) -> Any:
+        raise Unsupported(
+            "resize_token_embeddings: the ranks share the embedding of a parallel model; resize it before parallelize"
+        )
+
+    def gradient_checkpointing_enable(self, *args: Any, **options: Any) -> None:
+        _warn_of_checkpointing()
+
+    def activation_checkpointing_enable(self, *args: Any, **options: Any) -> None:
+        _warn_of_checkpointing()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """torch's DDP asks for this before it does anything; others, such as torch.jit, look at all attributes."""
+        model: Any = self
+        asks = sys._getframe(1).f_globals.get("__name__")
+        if asks == "torch.nn.parallel.distributed" and any(isinstance(p, DTensor) for p in model.parameters()):
+            raise Unsupported(
+                "torch's DistributedDataParallel does not take a model whose parameters are DTensors; use "
+                "torch.distributed.fsdp.fully_shard(model, mesh=mesh['data']), or average p.grad.to_local() over the "
+                "data axis after the backward pass"
+            )
+        raise AttributeError("_ddp_params_and_buffers_to_ignore")
+
+
+def _warn_of_checkpointing() -> None:
+    warnings.warn(
+        "gradient checkpointing has no effect inside a parallel model: it keeps what its own backward pass needs; "
+        "to keep less, call torch.utils.checkpoint.checkpoint(model, ..., use_reentrant=False)",
+        stacklevel=3,
+    )
+
+
+def _bytes(size: int | str) -> int:
+    """Bytes, from a number or as Hugging Face spells them.
+
+    >>> _bytes("5GB"), _bytes(7)
+    (5000000000, 7)
+    """
+    if isinstance(size, int):
+        return size
+    for unit in sorted(_UNITS, key=len, reverse=True):
+        digits = size.upper().removesuffix(unit)
+        if digits != size.upper() and digits.strip().isdecimal():
+            return int(digits) * _UNITS[unit]
+    raise ValueError(f"max_shard_size is {size!r}, expected a number of bytes or a text such as '5GB'")
