@@ -13,6 +13,15 @@ from embed_folders import TEXTS, WIDTH, folder, tokenizer, write
 from weft.packed.embed import Encoder
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The models are small, and threads that wait for each other are not."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def theirs(path, texts=TEXTS, *, batch=1, **options):
     """Texts one at a time: theirs depend on padding in the last bits."""
     from sentence_transformers import SentenceTransformer
@@ -126,9 +135,14 @@ def test_unknown_prompts_and_models_of_another_kind(tmp_path, config, message):
         Encoder(folder(tmp_path / "m", config=config))
 
 
-def test_an_unknown_prompt_name(tmp_path):
+def test_prompts_that_are_refused(tmp_path):
+    path = folder(tmp_path / "m", config={"prompts": {"query": "Query "}})
     with pytest.raises(ValueError, match=r"prompt 'nope'.*'query'"):
-        Encoder(folder(tmp_path / "m", config={"prompts": {"query": "Query "}}), prompt_name="nope")
+        Encoder(path, prompt_name="nope")
+    with pytest.raises(ValueError, match=r"expected one of them"):
+        Encoder(path, prompt="a", prompt_name="query")
+    with pytest.raises(ValueError, match=r"no UTF-8"):
+        Encoder(path, prompt="\udcff")
 
 
 @pytest.mark.parametrize("lower", [False, True])
@@ -263,6 +277,7 @@ def test_modules_that_are_unknown_or_in_an_unknown_order(tmp_path):
      ({"modules": ("Pooling", "Dense"), "dense": {"in_features": 5}}, r"Dense.*5.*64"),
      ({"modules": ("Pooling", "Dense"), "dense": {"module_input_name": "token_embeddings"}}, r"token_embeddings"),
      ({"modules": ("Pooling", "Normalize"), "normalize": {"module_input_name": "token_embeddings"}}, r"token_embedd"),
+     ({"family": "Llama", "is_causal": False}, r"is_causal = False"),
      ({"config": {"requirements": {"transformers": ">=99"}}}, r"transformers>=99")],
 )  # fmt: skip
 def test_options_that_are_not_heeded_are_refused(tmp_path, options, message):
@@ -324,6 +339,7 @@ def test_a_row_does_not_depend_on_its_batch(tmp_path, family, pooling):
     )  # fmt: skip
     want = ours(path, at_once=1)
     for at_once in (2, 3, len(TEXTS)):
+        torch.set_num_threads(1 + at_once % 2)
         assert torch.equal(ours(path, at_once=at_once), want)
 
 

@@ -63,6 +63,9 @@ def test_another_standard_input_is_not_taken_for_the_first(tmp_path, monkeypatch
     read_from(monkeypatch, TEXTS[:3])
     with pytest.raises(ValueError, match=r"input has 3 records, of which 4 were embedded before"):
         run(options, Counting())
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match="standard input is closed"):
+        run(options, Counting())
     read_from(monkeypatch, TEXTS)
     run(options, Counting())
     assert np.array_equal(np.load(options.out), expected(TEXTS))

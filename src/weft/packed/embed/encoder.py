@@ -98,6 +98,8 @@ def _load_model(folder: Path, dtype: str | None) -> Any:
     if missing:
         named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {named}; they would be random numbers")
+    if getattr(model.config, "is_causal", None) is False and model.config.model_type in ("llama", "gpt2"):
+        raise ValueError(f"{folder}: is_causal = False is not supported; a packed {type(model).__name__} is causal")
     if model.dtype not in DTYPES.values():
         model = model.float()
     return model.eval()

@@ -156,6 +156,8 @@ def _embedded(encoder: Embeds, batch: _Batch) -> np.ndarray[Any, Any]:
 @contextmanager
 def _opened(source: Path | None) -> Iterator[IO[bytes]]:
     if source is None:
+        if sys.stdin is None:
+            raise ValueError("standard input is closed; give a file, or something to read")
         yield sys.stdin.buffer
         return
     with open(source, "rb") as stream:

@@ -106,6 +106,10 @@ class Recipe:
         if prompt is not None and name is not None:
             raise ValueError(f"got the prompt {prompt!r} and the prompt's name {name!r}, expected one of them")
         if prompt is not None:
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"got the prompt {prompt!r}, which is no UTF-8") from error
             return prompt
         name = self.default_prompt if name is None else name
         if name is None:
