@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +32,11 @@ def embed(
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of a text; more are cut. Default: the model's.")
     ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Put before each text. Default: the model's default.")] = None,
+    prompt_name: Annotated[str | None, typer.Option(help="One of the model's prompts, by its name.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16. Default: as the weights are saved; float16 in float32.")
+    ] = None,
     token_budget: Annotated[int, typer.Option(help="Tokens of a batch.")] = 4096,
     errors: Annotated[OnError, typer.Option(help="What to do with a record that cannot be read.")] = OnError.fail,
     restart: Annotated[bool, typer.Option("--restart", help="Start anew instead of going on.")] = False,
@@ -40,15 +47,24 @@ def embed(
 
     from weft.packed.embed import Encoder, Options, run
 
+    with suppress(ImportError):  # `Encoder` says what is missing
+        import_module("transformers.utils.logging").disable_progress_bar()  # there is one here
+    if threads < 0:
+        raise ValueError(f"got {threads} threads, expected a number from 0 on")
     if threads:
         torch.set_num_threads(threads)
     options = Options(
-        None if str(source) == "-" else source, out, kind, column, token_budget, errors is OnError.skip, not restart,
-        {"model": model.resolve().name, "max_length": max_length},
-    )  # fmt: skip
-    encoder = Encoder(model, max_length=max_length)
-    with _bar() as report:
-        done = run(options, encoder, report=report)
+        None if str(source) == "-" else source, out, kind, column, token_budget, errors is OnError.skip, not restart
+    )
+    options.check()
+    encoder = Encoder(model, max_length=max_length, prompt=prompt, prompt_name=prompt_name, dtype=dtype)
+    options = replace(options, about=encoder.identity())
+    try:
+        with _bar() as report:
+            done = run(options, encoder, report=report)
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
     rate = f", {done.tokens / done.seconds:,.0f} tokens/s" if done.seconds else ""
     typer.echo(f"wrote {done.rows} embeddings to {out}{rate}", err=True)
     if done.skipped:

@@ -1,4 +1,12 @@
-"""`weft embed`: texts in, embeddings out."""
+"""`weft embed`: texts in, embeddings out.
+
+recipe     what a model's folder says of how a text becomes a vector
+pooling    one vector of many, and the layers behind it
+encoder    tokenizer, packed model and recipe together
+readers    texts from files and pipes            writers   rows to files, with a journal
+identity   what makes a model or an input this one and no other
+job        all of it, in order, stoppable
+"""
 
 from weft.packed.embed.encoder import Encoder
 from weft.packed.embed.job import Options, Progress, run

@@ -1,109 +1,191 @@
-"""Texts to embeddings: tokenizer, packed model and pooling, as a sentence-transformers folder describes them."""
+"""Texts to embeddings: tokenizer, packed model, pooling and what follows it, as a folder describes them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from weft.packed.batch import PackedBatch
+from weft.packed.embed import recipe
+from weft.packed.embed.identity import folder_identity
+from weft.packed.embed.pooling import DenseLayer, normalize, pool
+from weft.packed.embed.recipe import Recipe
 from weft.packed.models import pack
 
-POOLINGS = ("mean", "cls", "last", "max")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a folder's model makes one vector of a text."""
-
-    max_length: int
-    pooling: str
-    normalize: bool
-
-    @classmethod
-    def of(cls, folder: Path) -> Recipe:
-        """What the folder says; the mean of at most 512 tokens where it says nothing."""
-        modules = _json(folder / "modules.json") or []
-        kinds = {str(module["type"]).rsplit(".", 1)[-1]: folder / str(module["path"]) for module in modules}
-        unknown = sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"})
-        if unknown:
-            raise ValueError(f"{folder} has modules that weft embed does not know: {', '.join(unknown)}")
-        length = (_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
-        if length is None:
-            length = min(int((_json(folder / "config.json") or {}).get("max_position_embeddings", 512)), 512)
-        pooling = _pooling(_json(kinds["Pooling"] / "config.json") or {}) if "Pooling" in kinds else "mean"
-        return cls(int(length), pooling, "Normalize" in kinds)
-
-
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def _pooling(config: dict[str, Any]) -> str:
-    named = config.get("pooling_mode")
-    if isinstance(named, str):
-        chosen = [{"lasttoken": "last"}.get(named, named)]
-    else:
-        modes = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max", "lasttoken": "last"}
-        switched_on = [
-            k.removeprefix("pooling_mode_") for k, v in config.items() if k.startswith("pooling_mode_") and v
-        ]
-        chosen = [modes.get(mode, mode) for mode in switched_on]
-    if len(chosen) != 1 or chosen[0] not in POOLINGS:
-        raise ValueError(f"got the pooling {', '.join(chosen) or 'none'}, expected one of {', '.join(POOLINGS)}")
-    return chosen[0]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_UNREAD = ("pooler.", "embeddings.position_ids")  # of a model whose hidden states are all that is asked for
+_ENDLESS = 10**20  # tokenizers that know no limit give a number beyond this one
 
 
 class Encoder:
-    """A model that embeds texts. `folder` is what `save_pretrained` of transformers or sentence-transformers wrote."""
+    """A model that embeds texts, as SentenceTransformer(folder).encode does.
 
-    def __init__(self, folder: Path, *, max_length: int | None = None) -> None:
+    `folder` is what `save_pretrained` of transformers or sentence-transformers wrote. `max_length`, the tokens of a
+    text, and `prompt`, what is put before each (or `prompt_name`, one of the folder's), are the folder's unless given.
+    It computes in `dtype`, "float32" or "bfloat16"; by default in that of the weights, or in float32 if that is none
+    of these.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_length: int | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        dtype: str | None = None,
+    ) -> None:
         try:
-            from tokenizers import Tokenizer
-            from transformers import AutoModel
+            import transformers  # noqa: F401
         except ImportError as error:
             raise ImportError("weft embed needs transformers; pip install 'weft[hf]'") from error
-        if not (folder / "config.json").exists() or not (folder / "tokenizer.json").exists():
-            raise ValueError(f"got the model {folder}, expected a folder with config.json, tokenizer.json and weights")
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"got the dtype {dtype}, expected {' or '.join(DTYPES)}")
         self.recipe = Recipe.of(folder)
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(self.recipe.max_length if max_length is None else max_length)
-        model = AutoModel.from_pretrained(folder, local_files_only=True).eval()
+        self.prompt = self.recipe.prompt(prompt, prompt_name)
+        model = _load_model(self.recipe.transformer, dtype)
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        tokenizer = _load_tokenizer(self.recipe)
+        self.max_length = _length(tokenizer, model, self.recipe, max_length)
+        self._tokenizer = _backend(tokenizer, self.max_length, self.recipe.lower_case)
+        self._prompt_tokens = self._count_prompt(set(tokenizer.all_special_ids))
         self._model = pack(model)
-        self.width: int = model.config.hidden_size
+        self._steps, self.width = _steps(self.recipe, model.config.hidden_size)
+
+    def identity(self) -> dict[str, Any]:
+        """What makes its embeddings these and no others: the content of the folder, and the options."""
+        options = {"prompt": self.prompt, "max_length": self.max_length, "dtype": self.dtype}
+        return {"model": folder_identity(self.recipe), **options}
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, special tokens included."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        """The ids of each text, prompt and special tokens included."""
+        prompted = [self.prompt + text for text in texts] if self.prompt else list(texts)
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(prompted)]
 
     @torch.no_grad()
     def embed(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """float32 [texts, width]."""
-        lengths = torch.tensor([len(i) for i in ids])
-        batch = PackedBatch.from_values(torch.tensor([token for text in ids for token in text]), lengths)
-        hidden = self._model(batch).last_hidden_state.float()
-        pooled = pool(batch.with_values(hidden), self.recipe.pooling)
-        return F.normalize(pooled, dim=1) if self.recipe.normalize else pooled
+        lengths = torch.tensor([len(i) for i in ids], dtype=torch.int64)
+        tokens = torch.tensor([token for text in ids for token in text], dtype=torch.int64)
+        batch = PackedBatch.from_values(tokens, lengths)
+        if batch.tokens:
+            hidden = self._model(batch).last_hidden_state.float()
+        else:
+            hidden = torch.zeros(0, self._model.config.hidden_size)
+        row = pool(batch.with_values(hidden), self.recipe.pooling, prompt=self._prompt_tokens)
+        for step in self._steps:
+            row = step(row)
+        return row if self.recipe.truncate is None else row[:, : self.recipe.truncate]
+
+    def _count_prompt(self, special: set[int]) -> int:
+        """The tokens of the prompt alone, without the special one at its end."""
+        if not self.prompt:
+            return 0
+        ids = self._tokenizer.encode(self.prompt).ids
+        return len(ids) - (1 if ids and ids[-1] in special else 0)
 
 
-def pool(batch: PackedBatch, pooling: str) -> Tensor:
-    """One vector [B, width] for each sequence of values [T, width]; zeros for a sequence without tokens."""
-    hidden, lengths = batch.values, batch.lengths
-    out = hidden.new_zeros(batch.sequences, hidden.shape[1])
-    owner = torch.arange(batch.sequences).repeat_interleave(lengths)
-    if pooling == "mean":
-        return out.index_add_(0, owner, hidden) / lengths.clamp(min=1)[:, None]
-    if pooling == "max":
-        return out.scatter_reduce_(0, owner[:, None].expand_as(hidden), hidden, "amax", include_self=False)
-    filled = lengths > 0
-    starts = batch.cu_seqlens[:-1].long()
-    at = starts if pooling == "cls" else starts + lengths - 1
-    out[filled] = hidden[at[filled]]
-    return out
+def _load_model(folder: Path, dtype: str | None) -> Any:
+    from transformers import AutoModel
+
+    options = {} if dtype is None else {"dtype": DTYPES[dtype]}
+    model, found = AutoModel.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
+    missing = sorted(name for name in found["missing_keys"] if not name.startswith(_UNREAD))
+    if missing:
+        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {named}; they would be random numbers")
+    if getattr(model.config, "is_causal", None) is False and model.config.model_type in ("llama", "gpt2"):
+        raise ValueError(f"{folder}: is_causal = False is not supported; a packed {type(model).__name__} is causal")
+    if model.dtype not in DTYPES.values():
+        model = model.float()
+    return model.eval()
+
+
+def _load_tokenizer(recipe: Recipe) -> Any:
+    from transformers import AutoTokenizer
+
+    options = {} if recipe.max_length is None else {"model_max_length": recipe.max_length}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.transformer, local_files_only=True, **options)
+    except Exception as error:  # tokenizers has no class of its own for its errors
+        raise ValueError(f"{recipe.transformer} has no tokenizer that transformers can read: {error}") from error
+    if not tokenizer.is_fast:
+        kind = type(tokenizer).__name__
+        raise ValueError(f"{recipe.transformer} has the tokenizer {kind}, which has no tokenizer.json; convert it")
+    if recipe.is_plain and getattr(tokenizer, "chat_template", None) is not None:
+        raise ValueError(
+            f"{recipe.transformer} has a chat template and no modules.json, so that a text could be embedded as it is "
+            f"or as a message; save the model with sentence-transformers, which says what is meant"
+        )
+    return tokenizer
+
+
+def _length(tokenizer: Any, model: nn.Module, recipe: Recipe, asked: int | None) -> int | None:
+    """Tokens of a text, special ones included; None for no limit. Raises where the model has fewer positions."""
+    has = _positions(model)
+    length = recipe.max_length if asked is None else asked
+    if length is None:
+        limits = [tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", -1), has]
+        limits = [int(limit) for limit in limits if limit is not None and 0 < limit < _ENDLESS]
+        return min(limits, default=None)
+    least = int(tokenizer.num_special_tokens_to_add(pair=False)) + 1
+    if length < least:
+        raise ValueError(f"got at most {length} tokens a text, expected at least {least}: special tokens are counted")
+    if has is not None and length > has:
+        raise ValueError(
+            f"got at most {length} tokens a text, but the model has {has} positions; pass --max-length {has}"
+        )
+    return int(length)
+
+
+def _positions(model: nn.Module) -> int | None:
+    """How many tokens of a text have a position; None where positions are computed and not looked up."""
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] in ("position_embeddings", "wpe") and isinstance(module, nn.Embedding):
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None
+
+
+def _backend(tokenizer: Any, max_length: int | None, lower_case: bool) -> Any:
+    """What the tokenizer computes with, set as its own call sets it; that call costs more than the work."""
+    from tokenizers import normalizers
+
+    several: Any = normalizers.Sequence
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    if max_length is None:
+        backend.no_truncation()
+    else:
+        backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
+    if lower_case:
+        has = backend.normalizer
+        given = list(has) if isinstance(has, several) else [] if has is None else [has]
+        if not any(isinstance(each, normalizers.Lowercase) for each in given):
+            backend.normalizer = several([normalizers.Lowercase(), *given])
+    if "token_type_ids" in tokenizer.model_input_names and any(backend.encode("a").type_ids):
+        raise ValueError(f"the tokenizer {type(tokenizer).__name__} gives a single text types other than 0")
+    return backend
+
+
+def _steps(recipe_: Recipe, width: int) -> tuple[list[Callable[[Tensor], Tensor]], int]:
+    """What follows pooling, and the width of a row behind it; widths that do not fit are refused."""
+    pooling = recipe_.pooling
+    if pooling.width not in (None, width):
+        raise ValueError(
+            f"{recipe_.transformer}: its Pooling is for tokens of width {pooling.width}, they have {width}"
+        )
+    width *= len(pooling.modes)
+    steps: list[Callable[[Tensor], Tensor]] = []
+    for step in recipe_.steps:
+        if isinstance(step, recipe.Normalize):
+            steps.append(normalize)
+            continue
+        if step.inputs != width:
+            raise ValueError(f"{step.folder}: a Dense for rows of width {step.inputs}, they have {width}")
+        steps.append(DenseLayer(step))
+        width = step.outputs
+    return steps, width if recipe_.truncate is None else min(width, recipe_.truncate)

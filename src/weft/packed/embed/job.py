@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,14 +11,17 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
-from weft.packed.embed.readers import Bad, Record, Text, format_of, read
-from weft.packed.embed.writers import Writer
+from weft.packed.embed.identity import InputIdentity, record_identity
+from weft.packed.embed.readers import FORMATS, Bad, Record, Text, format_of, read
+from weft.packed.embed.writers import Journal, Writer, check_output
 
 TOKEN_BUDGET = 4096  # of a batch: enough rows for the matmuls, few enough for the caches
 _TOKENIZED_AT_ONCE = 256  # texts, or fewer that are long
 _CHARACTERS_AT_ONCE = 1 << 20
+_BAD_AT_ONCE = 256  # bad records that a batch may hold
 
 
 class Embeds(Protocol):
@@ -43,11 +45,29 @@ class Options:
     token_budget: int = TOKEN_BUDGET
     skip_bad: bool = False
     resume: bool = True
-    about: dict[str, Any] = field(default_factory=dict)  # what else makes this job this one: model, length
+    about: dict[str, Any] = field(default_factory=dict)  # what else makes this job this one: `Encoder.identity()`
 
     def __post_init__(self) -> None:
         if self.token_budget < 1:
             raise ValueError(f"the token budget of a batch must be at least 1, got {self.token_budget}")
+        if self.format not in FORMATS:
+            raise ValueError(f"got the format {self.kind!r}, expected one of {', '.join(FORMATS)}")
+
+    @property
+    def format(self) -> str:
+        if self.kind is not None:
+            return self.kind
+        return "txt" if self.source is None else format_of(self.source)
+
+    def check(self) -> None:
+        """Raises where input or output cannot be opened: before a model is loaded, not after it."""
+        check_output(self.out)
+        if self.source is None:
+            return
+        with open(self.source, "rb"):
+            pass
+        if self.out.exists() and self.out.samefile(self.source):
+            raise ValueError(f"got {self.out} as input and as output; write to another file")
 
 
 @dataclass(frozen=True)
@@ -63,7 +83,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Tokenized:
-    record: int  # place in the input, from 0
+    """A text by its ids; the text itself may be long, and is not held."""
+
+    identity: bytes
     ids: list[int]
     bytes_read: int
 
@@ -75,7 +97,23 @@ class _Batch:
     texts: list[_Tokenized] = field(default_factory=list)
     bad: list[Bad] = field(default_factory=list)
     tokens: int = 0
-    records: int = 0  # of the input that are done with after this batch
+    identity: str = ""  # of the input up to the end of this batch
+
+    @property
+    def records(self) -> int:
+        return len(self.texts) + len(self.bad)
+
+    def takes(self, item: _Tokenized | Bad, budget: int) -> bool:
+        if isinstance(item, Bad):
+            return len(self.bad) < _BAD_AT_ONCE
+        return not self.texts or self.tokens + max(len(item.ids), 1) <= budget
+
+    def add(self, item: _Tokenized | Bad) -> None:
+        if isinstance(item, Bad):
+            self.bad.append(item)
+        else:
+            self.texts.append(item)
+            self.tokens += max(len(item.ids), 1)  # texts without tokens are not free either
 
 
 def run(
@@ -86,57 +124,76 @@ def run(
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
     """Embeds everything; goes on where an earlier run of the same job was stopped."""
+    options.check()
     with _opened(options.source) as stream:
-        kind = options.kind or ("txt" if options.source is None else format_of(options.source))
-        size = options.source.stat().st_size if options.source is not None and kind != "parquet" else 0
-        job = {"source": _identity(options.source), "kind": kind, "column": options.column, **options.about}
+        size = options.source.stat().st_size if options.source is not None and options.format != "parquet" else 0
+        job = {"format": options.format, "column": options.column, "width": encoder.width, **options.about}
         with Writer(options.out, width=encoder.width, job=job, resume=options.resume) as writer:
-            records = enumerate(read(stream, kind=kind, column=options.column))
-            fresh = islice(records, writer.journal.records, None)
+            records = read(stream, kind=options.format, column=options.column)
+            identity = _skip_done(records, writer.journal)
             start, before = clock(), writer.journal.tokens
-            progress = Progress(writer.journal.rows, 0, writer.journal.skipped, 0.0, 0.0)
-            for batch in _batches(_tokenized(fresh, encoder, options.skip_bad), options.token_budget):
-                rows = encoder.embed([text.ids for text in batch.texts]).numpy()
-                writer.append(rows, records=batch.records, tokens=batch.tokens, skipped=batch.bad)
-                at = batch.texts[-1].bytes_read if batch.texts else 0
+            progress = Progress(writer.journal.rows, 0, writer.journal.skipped, 0.0, None)
+            for batch in _batches(_tokenized(records, encoder, options.skip_bad), options.token_budget, identity):
+                rows = _embedded(encoder, batch)
+                writer.append(
+                    rows, records=batch.records, tokens=batch.tokens, skipped=batch.bad, identity=batch.identity
+                )
                 done = writer.journal
-                share = at / size if size and at else None
+                share = batch.texts[-1].bytes_read / size if size and batch.texts else progress.share
                 progress = Progress(done.rows, done.tokens - before, done.skipped, clock() - start, share)
                 report(progress)
             writer.finish()
             return progress
 
 
+def _embedded(encoder: Embeds, batch: _Batch) -> np.ndarray[Any, Any]:
+    if not batch.texts:  # nothing but bad records
+        return np.zeros((0, encoder.width), np.float32)
+    rows: np.ndarray[Any, Any] = encoder.embed([text.ids for text in batch.texts]).numpy()
+    return rows
+
+
 @contextmanager
 def _opened(source: Path | None) -> Iterator[IO[bytes]]:
     if source is None:
+        if sys.stdin is None:
+            raise ValueError("standard input is closed; give a file, or something to read")
         yield sys.stdin.buffer
         return
     with open(source, "rb") as stream:
         yield stream
 
 
-def _identity(source: Path | None) -> dict[str, Any]:
-    """What tells one input from another without reading all of it."""
-    if source is None:
-        return {"stdin": True}
-    with open(source, "rb") as stream:
-        head = hashlib.sha256(stream.read(1 << 16)).hexdigest()
-    return {"name": source.name, "bytes": source.stat().st_size, "head": head}
+def _skip_done(records: Iterator[Record], journal: Journal) -> InputIdentity:
+    """Reads past the records that are done with, which must be those that the journal counted."""
+    identity = InputIdentity()
+    count = 0
+    for record in islice(records, journal.records):
+        identity.add(record_identity(record))
+        count += 1
+    if count < journal.records:
+        raise ValueError(
+            f"the input has {count} records, of which {journal.records} were embedded before: it is another one, or it "
+            f"was cut; pass --restart to start anew, or write to another file"
+        )
+    if journal.records and str(identity) != journal.identity:
+        raise ValueError(
+            f"the first {count} records of the input are not those that were embedded before: it is another one, or it "
+            f"was changed; pass --restart to start anew, or write to another file"
+        )
+    return identity
 
 
-def _tokenized(
-    records: Iterable[tuple[int, Record]], encoder: Embeds, skip_bad: bool
-) -> Iterator[_Tokenized | tuple[int, Bad]]:
+def _tokenized(records: Iterable[Record], encoder: Embeds, skip_bad: bool) -> Iterator[_Tokenized | Bad]:
     """The records in order, texts tokenized a few hundred at a time."""
     for group in _groups(records):
-        texts = [(i, record) for i, record in group if isinstance(record, Text)]
-        ids = iter(encoder.tokenize([record.text for _, record in texts]) if texts else [])
-        for i, record in group:
+        texts = [record for record in group if isinstance(record, Text)]
+        ids = iter(encoder.tokenize([record.text for record in texts]) if texts else [])
+        for record in group:
             if isinstance(record, Text):
-                yield _Tokenized(i, next(ids), record.bytes_read)
+                yield _Tokenized(record_identity(record), next(ids), record.bytes_read)
             elif skip_bad:
-                yield i, record
+                yield record
             else:
                 raise ValueError(
                     f"line {record.line} of the input cannot be read: {record.reason}; "
@@ -144,12 +201,12 @@ def _tokenized(
                 )
 
 
-def _groups(records: Iterable[tuple[int, Record]]) -> Iterator[list[tuple[int, Record]]]:
+def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
     """Records a few hundred at a time; fewer where they are long, so that memory is bounded by characters."""
-    group: list[tuple[int, Record]] = []
+    group: list[Record] = []
     characters = 0
-    for i, record in records:
-        group.append((i, record))
+    for record in records:
+        group.append(record)
         characters += len(record.text) if isinstance(record, Text) else 0
         if len(group) == _TOKENIZED_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
             yield group
@@ -158,19 +215,16 @@ def _groups(records: Iterable[tuple[int, Record]]) -> Iterator[list[tuple[int, R
         yield group
 
 
-def _batches(items: Iterable[_Tokenized | tuple[int, Bad]], budget: int) -> Iterator[_Batch]:
+def _batches(items: Iterable[_Tokenized | Bad], budget: int, identity: InputIdentity) -> Iterator[_Batch]:
     """Batches of about `budget` tokens, in the order of the input: packing needs no sorting."""
     batch = _Batch()
     for item in items:
-        if isinstance(item, _Tokenized):
-            if batch.texts and batch.tokens + len(item.ids) > budget:
-                yield batch
-                batch = _Batch()
-            batch.texts.append(item)
-            batch.tokens += len(item.ids)
-            batch.records = item.record + 1
-        else:
-            batch.bad.append(item[1])
-            batch.records = item[0] + 1
+        if not batch.takes(item, budget):
+            batch.identity = str(identity)
+            yield batch
+            batch = _Batch()
+        batch.add(item)
+        identity.add(record_identity(item) if isinstance(item, Bad) else item.identity)
     if batch.records:
+        batch.identity = str(identity)
         yield batch

@@ -63,29 +63,31 @@ def read(stream: IO[bytes], *, kind: str, column: str, max_line_bytes: int = MAX
     if kind == "jsonl":
         return _jsonl(lines, column)
     if kind == "csv":
-        return _csv(lines, column)
+        return _csv(lines, column, max_line_bytes)
     raise ValueError(f"got the format {kind!r}, expected one of {', '.join(FORMATS)}")
 
 
 @dataclass(frozen=True)
 class _Line:
     number: int
-    data: bytes | None  # None: too long, and skipped
+    data: bytes | None  # with its end; None: too long, and skipped
     bytes_read: int
+    quotes: int = 0  # in a line that was skipped
 
 
 def _lines(stream: IO[bytes], limit: int) -> Iterator[_Line]:
-    """Lines without their ends. At most `limit` bytes of one are ever held."""
+    """Lines with their ends. At most `limit` bytes of one are ever held."""
     number = read_so_far = 0
     while data := stream.readline(limit + 1):
         number, read_so_far = number + 1, read_so_far + len(data)
         if len(data) <= limit or data.endswith(b"\n"):
-            yield _Line(number, data.rstrip(b"\r\n"), read_so_far)
+            yield _Line(number, data, read_so_far)
             continue
-        while (rest := stream.readline(limit)) and not rest.endswith(b"\n"):
-            read_so_far += len(rest)
-        read_so_far += len(rest)
-        yield _Line(number, None, read_so_far)
+        quotes = data.count(b'"')
+        while not data.endswith(b"\n") and (data := stream.readline(limit)):
+            read_so_far += len(data)
+            quotes += data.count(b'"')
+        yield _Line(number, None, read_so_far, quotes)
 
 
 def _decode(line: _Line) -> str | Bad:
@@ -100,7 +102,10 @@ def _decode(line: _Line) -> str | Bad:
 def _txt(lines: Iterable[_Line]) -> Iterator[Record]:
     for line in lines:
         text = _decode(line)
-        yield text if isinstance(text, Bad) else Text(line.number, text, line.bytes_read)
+        if isinstance(text, Bad):
+            yield text
+        else:
+            yield Text(line.number, text.removesuffix("\n").removesuffix("\r"), line.bytes_read)
 
 
 def _jsonl(lines: Iterable[_Line], column: str) -> Iterator[Record]:
@@ -109,7 +114,7 @@ def _jsonl(lines: Iterable[_Line], column: str) -> Iterator[Record]:
         if isinstance(text, Bad):
             yield text
         elif text.strip():  # a blank line is no record
-            yield _json_record(line, text, column)
+            yield _json_record(line, text.rstrip("\r\n"), column)
 
 
 def _json_record(line: _Line, text: str, column: str) -> Record:
@@ -134,57 +139,90 @@ def _text(number: int, value: Any, bytes_read: int) -> Record:
     return Text(number, value, bytes_read)
 
 
-def _csv(lines: Iterable[_Line], column: str) -> Iterator[Record]:
+def _csv(lines: Iterable[_Line], column: str, limit: int) -> Iterator[Record]:
     source = _CsvLines(lines)
     rows = csv.reader(source, strict=True)
     header: list[str] | None = None
     while True:
-        source.first, row, failure = 0, None, ""
-        try:
-            row = next(rows, None)
-        except csv.Error as error:
-            failure = str(error)
-        bad, source.bad = source.bad, []
-        yield from bad
-        if failure:
-            yield Bad(source.first, f"no CSV: {failure}")
+        source.begin()
+        row, failure = _next_row(rows, limit)
+        if "field limit" in failure:
+            raise ValueError(
+                f"a quote is opened on line {source.first} of the input and not closed within {limit} bytes"
+            )
+        bad = source.bad or (Bad(source.first, f"no CSV: {failure}{source.extent}") if failure else None)
+        if header is None and bad is not None:
+            raise ValueError(f"the header of the input cannot be read: {bad.reason}")
+        if bad is not None:
+            yield bad
         elif row is None:
             return
         elif header is None:
             header = row
-            if column not in header:
-                raise ValueError(f"the input has no column {column!r}; there are {', '.join(map(repr, header))}")
+            _check_column(column, header)
         elif row:  # a blank line is no record
             yield _csv_record(row, header, column, source)
 
 
+def _next_row(rows: Iterator[list[str]], limit: int) -> tuple[list[str] | None, str]:
+    """The next row, None at the end; or what is wrong with it. The module's own limit is lower, and global."""
+    before = csv.field_size_limit(limit)
+    try:
+        return next(rows, None), ""
+    except csv.Error as error:
+        return None, str(error)
+    finally:
+        csv.field_size_limit(before)
+
+
+def _check_column(column: str, names: list[str]) -> None:
+    if column not in names:
+        raise ValueError(f"the input has no column {column!r}; there are {', '.join(map(repr, names)) or 'none'}")
+    if names.count(column) > 1:
+        raise ValueError(f"the input has {names.count(column)} columns {column!r}; rename all but one")
+
+
 def _csv_record(row: list[str], header: list[str], column: str, source: _CsvLines) -> Record:
     if len(row) != len(header):
-        return Bad(source.first, f"{len(row)} fields, expected {len(header)} as in the header")
+        return Bad(source.first, f"{len(row)} fields, expected {len(header)} as in the header{source.extent}")
     return _text(source.first, row[header.index(column)], source.bytes_read)
 
 
 class _CsvLines:
-    """Feeds lines to csv.reader, leaves out those that are no UTF-8, and remembers where it is."""
+    """Feeds lines to csv.reader, and remembers where it is.
+
+    A line that cannot be read makes its whole record bad. The reader gets something in its place that opens and closes
+    the same quotes, so that it finds the end of the record.
+    """
 
     def __init__(self, lines: Iterable[_Line]) -> None:
         self._lines = iter(lines)
         self.bytes_read = 0
+        self._last = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """The next line begins a record."""
         self.first = 0  # the line on which the record began; 0 before its first line
-        self.bad: list[Bad] = []
+        self.bad: Bad | None = None
+
+    @property
+    def extent(self) -> str:
+        """For messages: how far the record goes."""
+        return "" if self._last == self.first else f", on lines {self.first} to {self._last}"
 
     def __iter__(self) -> _CsvLines:
         return self
 
     def __next__(self) -> str:
-        for line in self._lines:
-            self.bytes_read = line.bytes_read
-            text = _decode(line)
-            if isinstance(text, str):
-                self.first = self.first or line.number
-                return text + "\n"
-            self.bad.append(text)
-        raise StopIteration
+        line = next(self._lines)
+        self.bytes_read, self._last = line.bytes_read, line.number
+        self.first = self.first or line.number
+        text = _decode(line)
+        if isinstance(text, str):
+            return text
+        self.bad = self.bad or Bad(self.first, text.reason)
+        return '"' * (line.quotes % 2) + "\n" if line.data is None else line.data.decode(errors="replace")
 
 
 def _parquet(stream: IO[bytes], column: str) -> Iterator[Record]:
@@ -192,19 +230,25 @@ def _parquet(stream: IO[bytes], column: str) -> Iterator[Record]:
         arrow: Any = import_module("pyarrow.parquet")
     except ImportError as error:
         raise ImportError("reading Parquet needs pyarrow; pip install pyarrow") from error
+    if not stream.seekable():
+        raise ValueError(
+            "Parquet cannot be read from a pipe: its table of contents is at its end; give the file's name"
+        )
     broken: type[Exception] = import_module("pyarrow").ArrowException
     try:
         file = arrow.ParquetFile(stream, pre_buffer=False)  # which would hold all that was ever read
     except (broken, OSError) as error:
         raise ValueError(f"the input is no Parquet file: {error}") from error
     names = file.schema_arrow.names
-    if column not in names:
-        raise ValueError(f"the input has no column {column!r}; there are {', '.join(map(repr, names))}")
+    _check_column(column, names)
+    # A name with a dot would be taken for a path into a struct: such a table is read as a whole.
+    columns = None if "." in column else [column]
+    at = names.index(column) if columns is None else 0
     number = 0
     try:
         for group in range(file.num_row_groups):
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group], columns=[column]):
-                for value in batch.column(0):
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group], columns=columns):
+                for value in batch.column(at):
                     number += 1
                     yield _parquet_value(number, value)
     except (broken, OSError) as error:
