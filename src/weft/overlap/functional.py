@@ -36,6 +36,7 @@ from torch.distributed import ProcessGroup
 from weft.kernels import PackedWeight
 from weft.kernels.dispatch import dtypes_on, is_supported
 from weft.overlap import ops, ops_all_to_all
+from weft.overlap.calls import check_plan
 from weft.overlap.plan import Op, OverlapPlan
 
 Weight = Tensor | PackedWeight
@@ -60,7 +61,9 @@ def all_gather_matmul(
     _check_shard(x_shard.shape[0], total, group)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_shard, weight))
     op = ops.run_all_gather_matmul if _is_plain(x_shard, weight, bias) else ops.all_gather_matmul
-    y: Tensor = op(x_shard, weight, packed, bias, total, n, isa, group.group_name, _text(plan), keep)[0]
+    y: Tensor = op(
+        x_shard, weight, packed, bias, total, n, isa, group.group_name, _text(plan, Op.ALL_GATHER, x_shard), keep
+    )[0]
     return y
 
 
@@ -123,7 +126,9 @@ def matmul_all_to_all(
     promised = -1 if rows is None else rows
     plain = _is_plain(x, weight, bias, destinations)
     op = ops_all_to_all.run_matmul_all_to_all if plain else ops_all_to_all.matmul_all_to_all
-    y: Tensor = op(x, weight, packed, bias, destinations, promised, n, isa, group.group_name, _text(plan))[0]
+    y: Tensor = op(
+        x, weight, packed, bias, destinations, promised, n, isa, group.group_name, _text(plan, Op.ALL_TO_ALL, x)
+    )[0]
     return y
 
 
@@ -133,7 +138,7 @@ def _reduce(
     weight, packed, n, k, isa = _weight(w)
     _check("x", x, k, weight if packed is None else packed, bias, n)
     run = ops.run_matmul_reduce if _is_plain(x, weight, bias) else ops.matmul_reduce
-    y: Tensor = run(x, weight, packed, bias, op.value, n, isa, group.group_name, _text(plan))
+    y: Tensor = run(x, weight, packed, bias, op.value, n, isa, group.group_name, _text(plan, op, x))
     return y
 
 
@@ -147,8 +152,14 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     )
 
 
-def _text(plan: OverlapPlan | str | None) -> str:
-    return "" if plan is None else str(plan)
+def _text(plan: OverlapPlan | str | None, op: Op, x: Tensor) -> str:
+    """A plan as text; what can be seen to be wrong with it is told before this rank waits for any other."""
+    if plan is None:
+        return ""
+    text = str(plan)
+    if not torch.compiler.is_compiling():
+        check_plan(text, op, x.dtype)
+    return text
 
 
 def _weight(w: Weight) -> tuple[Tensor | None, Tensor | None, int, int, str]:
