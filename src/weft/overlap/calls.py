@@ -91,14 +91,21 @@ def _parsed(text: str) -> OverlapPlan:
     return OverlapPlan.parse(text)
 
 
+def check_plan(text: str, op: Op, dtype: torch.dtype, hosts: tuple[int, ...] | None = None) -> OverlapPlan:
+    """The plan that the caller gave, once it is for this op, type and hosts (where those are known)."""
+    plan, name = _parsed(text), str(dtype).removeprefix("torch.")
+    if plan.op is not op or plan.dtype != name or hosts not in (None, plan.hosts):
+        on = "" if hosts is None else f" on hosts {hosts}"
+        raise ValueError(
+            f"the plan is for {plan.op.value} in {plan.dtype} on hosts {plan.hosts}, expected {op.value} in "
+            f"{name}{on}; plan_overlap makes one for this group"
+        )
+    return plan
+
+
 def given_plan(context: Context, asked: Asked) -> OverlapPlan:
     """The plan that the caller gave, for this shape."""
-    plan = _parsed(asked.plan)
-    if plan.op is not asked.op or plan.hosts != context.hosts or plan.dtype != asked.dtype_name:
-        raise ValueError(
-            f"the plan is for {plan.op.value} in {plan.dtype} on hosts {plan.hosts}, expected {asked.op.value} in "
-            f"{asked.dtype_name} on hosts {context.hosts}; plan_overlap makes one for this group"
-        )
+    plan = check_plan(asked.plan, asked.op, asked.dtype, context.hosts)
     fits = (plan.m, plan.n, plan.k) == (asked.m, asked.n, asked.k)
     return plan if fits else plan.fit(m=asked.m, n=asked.n, k=asked.k)
 

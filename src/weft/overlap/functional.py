@@ -36,6 +36,7 @@ from torch.distributed import ProcessGroup
 from weft.kernels import PackedWeight
 from weft.kernels.dispatch import dtypes_on, is_supported
 from weft.overlap import ops, ops_all_to_all
+from weft.overlap.calls import check_plan
 from weft.overlap.plan import Op, OverlapPlan
 
 Weight = Tensor | PackedWeight
@@ -61,18 +62,8 @@ def all_gather_matmul(
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_shard, weight))
     plain = _is_plain(x_shard, weight, bias)
     op = ops.run_all_gather_matmul if plain else ops.all_gather_matmul
-    y: Tensor = op(
-        x_shard,
-        _untrained(weight) if plain else weight,
-        packed,
-        bias,
-        total,
-        n,
-        isa,
-        group.group_name,
-        _text(plan),
-        keep,
-    )[0]
+    dense, text = _untrained(weight) if plain else weight, _text(plan, Op.ALL_GATHER, x_shard)
+    y: Tensor = op(x_shard, dense, packed, bias, total, n, isa, group.group_name, text, keep)[0]
     return y
 
 
@@ -135,8 +126,8 @@ def matmul_all_to_all(
     promised = -1 if rows is None else rows
     plain = _is_plain(x, weight, bias, destinations)
     op = ops_all_to_all.run_matmul_all_to_all if plain else ops_all_to_all.matmul_all_to_all
-    dense = _untrained(weight) if plain else weight
-    y: Tensor = op(x, dense, packed, bias, destinations, promised, n, isa, group.group_name, _text(plan))[0]
+    dense, text = _untrained(weight) if plain else weight, _text(plan, Op.ALL_TO_ALL, x)
+    y: Tensor = op(x, dense, packed, bias, destinations, promised, n, isa, group.group_name, text)[0]
     return y
 
 
@@ -147,9 +138,8 @@ def _reduce(
     _check("x", x, k, weight if packed is None else packed, bias, n)
     plain = _is_plain(x, weight, bias)
     run = ops.run_matmul_reduce if plain else ops.matmul_reduce
-    y: Tensor = run(
-        x, _untrained(weight) if plain else weight, packed, bias, op.value, n, isa, group.group_name, _text(plan)
-    )
+    dense, text = _untrained(weight) if plain else weight, _text(plan, op, x)
+    y: Tensor = run(x, dense, packed, bias, op.value, n, isa, group.group_name, text)
     return y
 
 
@@ -168,8 +158,14 @@ def _untrained(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else weight.detach()
 
 
-def _text(plan: OverlapPlan | str | None) -> str:
-    return "" if plan is None else str(plan)
+def _text(plan: OverlapPlan | str | None, op: Op, x: Tensor) -> str:
+    """A plan as text; what can be seen to be wrong with it is told before this rank waits for any other."""
+    if plan is None:
+        return ""
+    text = str(plan)
+    if not torch.compiler.is_compiling():
+        check_plan(text, op, x.dtype)
+    return text
 
 
 def _weight(w: Weight) -> tuple[Tensor | None, Tensor | None, int, int, str]:

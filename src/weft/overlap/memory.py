@@ -2,7 +2,8 @@
 
 Calls use two *banks* in turn. A rank enters call c + 1 only when it has left call c, and in call c + 1 all ranks hear
 that all have entered it. So when call c + 2 starts, nobody reads the bank of call c any more, and it may be
-overwritten at once: no rank ever waits for a buffer.
+overwritten at once: no rank ever waits for a buffer. What counts as a call is one that all ranks have met for: one that
+was refused before, on some ranks or on all, leaves the next one its bank.
 """
 
 from __future__ import annotations
