@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, _dispatch_keys
+from torch._C import DispatchKey, _dispatch_keys, _get_tracing_state
+from torch._C._dynamo import eval_frame
+from torch._guards import detect_fake_mode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -55,3 +58,23 @@ def strides_are_order(tensor: DTensor) -> bool:
     """False where a `StridedShard` came from a view, and really means strides."""
     spec: Any = tensor._spec
     return getattr(spec, "use_strided_shard_as_shard_order", True) is not False
+
+
+def is_tracing() -> bool:
+    """Whether torch.jit.trace records what is computed."""
+    return _get_tracing_state() is not None
+
+
+def is_faking() -> bool:
+    """Whether tensors are made without memory, to find out about shapes."""
+    return detect_fake_mode() is not None
+
+
+def leave_to_python(function: Callable[..., Any], reason: str) -> None:
+    """What torch.compiler.disable does to a function, without importing the compiler, which takes a second."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    # Neither its own frame nor those that it calls.
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

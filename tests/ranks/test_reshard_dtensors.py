@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+from torch.utils.flop_counter import FlopCounterMode
 
 import weft.reshard
 from weft.errors import PeerMismatch
@@ -199,7 +201,17 @@ def transformed() -> None:
         columns(torch.autograd.forward_ad.make_dual(mine, mine))
     with pytest.raises(ValueError, match="is on the meta device"):
         columns(mine.to("meta"))
-    assert torch.equal(columns(mine), whole.chunk(2, dim=1)[me])
+    with FakeTensorMode(), pytest.raises(ValueError, match="fake tensors"):
+        columns(mine)
+    with pytest.raises(ValueError, match=r"inside torch\.jit\.trace"):
+        torch.jit.trace(columns, mine)
+    with torch.device("meta"), FlopCounterMode(display=False), torch.autocast("cpu"):
+        assert torch.equal(columns(mine), whole.chunk(2, dim=1)[me])
+    leaf = mine.clone().requires_grad_()
+    result = torch.compile(lambda x: columns(x * 2) + 1, backend="eager")(leaf)
+    assert torch.equal(result, whole.chunk(2, dim=1)[me] * 2 + 1)
+    result.sum().backward()
+    assert torch.equal(leaf.grad, torch.full_like(leaf, 2.0))
 
 
 def test_inside_transformations() -> None:
@@ -207,7 +219,7 @@ def test_inside_transformations() -> None:
 
 
 def subgroups() -> None:
-    """Only some ranks call, on a group of their own; others do the same beside them; shapes change from call to call."""
+    """Only some ranks call, on a group of their own; others do the same beside them; shapes change each time."""
     me = dist.get_rank()
     groups = [dist.new_group(ranks) for ranks in ([1, 3], [0, 2])]
     ranks = [1, 3] if me % 2 else [0, 2]

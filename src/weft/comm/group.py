@@ -157,7 +157,7 @@ class Group:
     def _exchange(self, mine: bytes, sizes: Sequence[int], *, deadline: Deadline, what: str) -> list[bytes]:
         """What each rank gave as `mine`, `sizes[rank]` bytes; directly, so that a timeout can name it."""
         outgoing = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        incoming = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        incoming = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         incoming[self.rank] = outgoing
         peers = [rank for rank in range(self.size) if rank != self.rank]
         transfers = [self._recv(incoming[peer], peer, _AGREE_TAG) for peer in peers]

@@ -117,7 +117,7 @@ class Lane:
             return
         peer = (self.group.rank + 1) % self.group.size
         with suppress(WeftError):
-            self.group.recv(torch.empty(1), peer, tag=_BREAK_TAG).wait(what="nothing", timeout=0.001)
+            self.group.recv(torch.empty(1, device="cpu"), peer, tag=_BREAK_TAG).wait(what="nothing", timeout=0.001)
 
 
 class Landing:
