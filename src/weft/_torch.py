@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import DispatchKey, _dispatch_keys, _functorch, _get_tracing_state
+from torch._C._dynamo import eval_frame
+from torch._guards import detect_fake_mode
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 from torch.nn import Parameter
@@ -157,3 +159,18 @@ def without_compile(function: Callable[..., Any], reason: str) -> Callable[..., 
     """The function as torch.compile leaves it alone; `fullgraph=True` says the reason. Public, but without types."""
     found: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
     return found
+
+
+def is_faking() -> bool:
+    """Whether tensors are made without memory, to find out about shapes."""
+    return detect_fake_mode() is not None
+
+
+def leave_to_python(function: Callable[..., Any], reason: str) -> None:
+    """What torch.compiler.disable does to a function, without importing the compiler, which takes a second."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    # Neither its own frame nor those that it calls.
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

@@ -164,7 +164,7 @@ class Group:
         if self.size == 1:
             return
         with suppress(WeftError):
-            never = self.recv(torch.empty(1), (self.rank + 1) % self.size, tag=self.line.mark(Mark.NEVER))
+            never = self.recv(torch.empty(1, device="cpu"), (self.rank + 1) % self.size, tag=self.line.mark(Mark.NEVER))
             never.wait(what="nothing", timeout=0.001)
 
     def _check(self, peer: int, tag: int) -> None:

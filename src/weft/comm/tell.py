@@ -81,8 +81,12 @@ def checked_length(length: int, most: int, what: str, rank: int) -> int:
 
 def swap(group: Endpoint, mine: bytes, sizes: Sequence[int], *, tag: Tag, deadline: Deadline, what: str) -> list[bytes]:
     """What each rank gave as `mine`, `sizes[rank]` bytes; directly, so that a timeout can name the rank."""
-    outgoing = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
-    incoming = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    outgoing = (
+        torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        if mine
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+    incoming = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
     incoming[group.rank] = outgoing
     swap_tensors(group, [outgoing] * group.size, incoming, tag=tag, deadline=deadline, what=what)
     return [data.numpy().tobytes() for data in incoming]

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from weft._torch import leave_to_python
 from weft.cluster import Cluster
 from weft.comm import Group
 from weft.layout import Mesh
@@ -121,3 +122,7 @@ def reshard_state_dict(
     if async_op:
         return Handle(job.start(), lambda: result(job.result()))
     return result(job.run(progress=progress))
+
+
+for _each in (reshard, reshard_state_dict, Handle.wait):
+    leave_to_python(_each, "weft.reshard talks to other ranks")

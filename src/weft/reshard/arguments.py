@@ -26,7 +26,7 @@ from weft.reshard.autograd import WayBack
 from weft.reshard.describe import Word, exchange
 from weft.reshard.dtensor import layout_of, layout_of_dtensor, to_dtensor
 from weft.reshard.job import Job, Options
-from weft.reshard.memory import check_apart, check_source, check_target, find_ties, memory_of
+from weft.reshard.memory import check_apart, check_mode, check_source, check_target, find_ties, memory_of
 from weft.reshard.sides import Source, Target
 
 DEFAULT_TIMEOUT = 60.0
@@ -58,9 +58,7 @@ class Arguments:
     @classmethod
     def of(cls, group: ProcessGroup | Group | None, timeout: float) -> Arguments:
         """None yet; `group` as the public functions take it."""
-        if isinstance(group, Group):
-            return cls(group)
-        problem = None
+        problem: Exception | None = None
         try:
             Deadline.after(timeout)
         except (ValueError, TypeError) as error:
@@ -68,7 +66,10 @@ class Arguments:
         pg: Any = dist.group.WORLD if group is None else group
         if pg is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("this rank is not in the process group, expected a call on the ranks of the group only")
-        return cls(Group(pg, timeout=timeout), problem)
+        given = cls(pg if isinstance(pg, Group) else Group(pg, timeout=timeout), problem)
+        with given.noting():
+            check_mode()
+        return given
 
     @contextmanager
     def noting(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ def differentiate(way: WayBack, source: Tensor | None, move: Callable[[], Tensor
     A rank that has nothing of the source still takes part in the backward pass: an empty tensor that
     requires a gradient ties it to the graph.
     """
-    anchor = torch.empty(0, requires_grad=True)
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
     result: Tensor = _Move.apply(source, anchor, way, move)  # type: ignore[no-untyped-call]
     return result
 

@@ -39,6 +39,13 @@ def layout_of(
     `_StridedShard`, with which FSDP2 says that a later axis cuts first, becomes an order of the axes.
     """
     mesh = mesh_of(device_mesh, hosts)
+    for axis, placement in enumerate(placements):
+        # torch's groups are sorted: it gathers the shards of such an axis in another order than it counts them in.
+        if hasattr(placement, "dim") and np.any(np.diff(mesh.array, axis=axis) < 0):
+            raise ValueError(
+                f"axis {axis} of the DeviceMesh {mesh.array.tolist()} is placed as {placement}, expected ranks that "
+                "ascend along it: torch itself mixes up the shards of others; use such a mesh, or weft.layout.Mesh"
+            )
     plain = [Shard(each.dim) if isinstance(each, StridedShard) else each for each in placements]
     return Layout(mesh, tuple(plain), tuple(order or _cutting_order(placements, mesh.shape)))
 

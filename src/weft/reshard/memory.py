@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor
 
-from weft._torch import has_memory, is_wrapper, local_tensor, settled
+from weft._torch import has_memory, is_faking, is_tracing, is_wrapper, local_tensor, settled
 from weft.kernels.freshness import written
 
 Tie = tuple[str, str]
@@ -21,6 +21,14 @@ def memory_of(tensor: Tensor) -> Tensor:
     """This rank's memory of a tensor or DTensor, without its graph; a collective that still writes it is waited for."""
     local = settled(local_tensor(tensor)).detach()
     return local if has_memory(local) else local.clone()
+
+
+def check_mode() -> None:
+    """Raises where torch only pretends to compute: nothing can be sent then, and nothing would be recorded."""
+    if is_tracing():
+        raise ValueError("reshard was called inside torch.jit.trace, which cannot record it; trace the parts around it")
+    if is_faking():
+        raise ValueError("reshard was called with fake tensors, which have nothing to be sent; call it outside")
 
 
 def check_source(name: str, tensor: object) -> None:

@@ -182,7 +182,7 @@ class Pool:
     def slot(self, number: int, nbytes: int) -> Tensor:
         """The memory of the n-th chunk: uint8 [nbytes]."""
         if self._memory is None:
-            self._memory = torch.empty((self.count, self.size), dtype=torch.uint8)
+            self._memory = torch.empty((self.count, self.size), dtype=torch.uint8, device="cpu")
         return self._memory[number % self.count, :nbytes]
 
 

@@ -43,7 +43,7 @@ def why_not_reduced(dtype: torch.dtype, op: str) -> str | None:
     if dtype == torch.bool and op in LINEAR:
         return f"sums of {dtype} are not defined"
     try:
-        total = torch.ones(2).to(dtype)
+        total = torch.ones(2, device="cpu").to(dtype)
         REDUCE[op](total, total.clone())
         if op == "avg":
             average(total, 2)
@@ -63,8 +63,8 @@ def why_not_cast(dtype: torch.dtype, to: torch.dtype) -> str | None:
     if dtype.is_complex and not to.is_complex:
         return "the imaginary part would be lost"
     try:
-        source = torch.empty(2, dtype=torch.uint8).fill_(0).repeat(dtype.itemsize).view(dtype)
-        torch.empty(2 * to.itemsize, dtype=torch.uint8).view(to).copy_(source)
+        source = torch.zeros(2 * dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)
+        torch.empty(2 * to.itemsize, dtype=torch.uint8, device="cpu").view(to).copy_(source)
     except (RuntimeError, TypeError) as error:
         return f"torch says: {str(error).splitlines()[0]}"
     return None
