@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from weft.cluster import Cluster
+from weft.comm.rendezvous import store_of
 from weft.errors import PeerLost
 from weft.pipeline.buffers import Buffers
 from weft.pipeline.channel import Channel, Planner, Way
@@ -55,7 +56,7 @@ class Links:
         """`routes` has all channels that any step will use, `devices` where each stage of this rank computes."""
         self.wires, self._routes = wires, routes
         self.rank = wires.world[wires.rank]
-        self.board = Board(wires.notes.pg, self.rank)
+        self.board = Board(store_of(wires.notes.pg), self.rank)
         self.stop = threading.Event()
         self.failure: BaseException | None = None
         self.lost: set[int] = set()
