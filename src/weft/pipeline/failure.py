@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from weft.errors import WeftError
 
