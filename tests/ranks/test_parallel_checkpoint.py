@@ -228,6 +228,53 @@ def test_an_end_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path, monkeyp
     assert 8 < len(steps) < 59
 
 
+def test_a_writer_leaves_what_others_write_alone(tmp_path: Path) -> None:
+    folder = checkpoint_folder.Folder(tmp_path)
+    first = folder.begin(1)
+    (first.path / "data").write_text("first")
+    second = folder.begin(1)
+    assert second.path != first.path
+    assert (first.path / "data").read_text() == "first"
+    (second.path / "data").write_text("second")
+    paths = [folder.publish(each.path, 1, "{}", keep=2) for each in (second, first)]
+    for each in (first, second):
+        each.end(published=True)
+    assert [path.name for path in paths] == ["step-00000001", "step-00000001.1"]
+    assert [(path / "data").read_text() for path in paths] == ["second", "first"]
+    assert (tmp_path / "latest").read_text().strip() == "step-00000001.1"
+    assert not list(tmp_path.glob(".*"))
+
+
+def begin_and_be_killed(folder: str) -> None:
+    checkpoint_folder.Folder(Path(folder)).begin(7)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000003.part").mkdir()  # of a version without locks
+    run_ranks(begin_and_be_killed, 1, str(tmp_path), killed=[0])
+    assert len(list(tmp_path.glob(".step-00000007.*"))) == 2
+    save_checkpoint(tmp_path, 1, Block(None))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_directory_is_claimed_by_one(tmp_path: Path) -> None:
+    folder = checkpoint_folder.Folder(tmp_path / "run")
+    with folder.claimed():
+        with pytest.raises(ValueError, match=rf"in use by another run, process {os.getpid()} of this host"):
+            folder.claimed().__enter__()
+        save_checkpoint(folder.root, 1, Block(None))  # its own saves go on
+    with folder.claimed():
+        pass
+    assert not list(folder.root.glob(".*"))
+
+
+def test_names_from_other_ranks_stay_in_the_directory(tmp_path: Path) -> None:
+    for name in ("../x", ".step-1.part", "/etc", ".step-00000001.zzzzzzzz.part", ""):
+        with pytest.raises(ValueError, match="for a checkpoint under way"):
+            checkpoint_folder.Folder(tmp_path).part(name)
+
+
 def die_in_the_middle(folder: str) -> float:
     model, optimizer = make()
     save_checkpoint(folder, 1, model, optimizer)

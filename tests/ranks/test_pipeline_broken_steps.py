@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 from harness import run_ranks
 from pipeline_cases import Layer, loss_fn, make_batch, make_layers

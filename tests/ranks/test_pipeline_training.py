@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -203,6 +204,28 @@ def in_a_part_of_the_world() -> bool:
     return True
 
 
+def in_groups_of_some(rounds: int) -> tuple[int, int]:
+    """Pipelines of ranks 2 and 0 in that order, which are in different numbers of groups; what they leave behind."""
+    me = dist.get_rank()
+    dist.new_group([0, 1])
+    group = dist.new_group([2, 0], sort_ranks=False)
+    if me == 1:
+        return 0, 0
+    made = schedule("1f1b", stages=2, microbatches=2)
+    before = None
+    for _ in range(rounds):
+        layers, alone = make_layers(2), make_layers(2)
+        with Pipeline(layers, [2, 0], made, loss_fn=loss_fn, timeout=LONG, group=group) as pipe:
+            pipe.step(*make_batch(2))
+            step_reference(alone, *make_batch(2), microbatches=2, loss_fn=loss_fn)
+            (stage,) = pipe.stages
+            assert is_same(gradients(layers[stage]), gradients(alone[stage]))
+        now = len(dist.distributed_c10d._world.pg_map), threading.active_count()
+        before = before or now
+    assert before is not None
+    return now[0] - before[0], now[1] - before[1]
+
+
 def idle_rank() -> int:
     """A rank in no mesh takes part in making the pipeline, and has nothing to do."""
     made = schedule("1f1b", stages=2, microbatches=2)
@@ -217,3 +240,9 @@ def test_signals_only() -> None:
 def test_groups() -> None:
     assert run_ranks(in_a_part_of_the_world, 4) == [True] * 4
     assert run_ranks(idle_rank, 3) == [2, 0, 0]
+
+
+def test_pipelines_of_some_ranks_leave_nothing_behind() -> None:
+    for groups, threads in run_ranks(in_groups_of_some, 3, 6):
+        assert groups == 0
+        assert threads <= 3  # of the last pipeline, on their way out

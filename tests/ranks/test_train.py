@@ -110,9 +110,8 @@ def save_trained(job: Job, folder: str) -> None:
     from weft.train.mesh import make_mesh
     from weft.train.model import build
 
-    model = build(job, make_mesh((job.pp, job.dp, job.tp), timeout=job.timeout))
-    save_model(model.module, folder)
-    model.close()
+    with build(job, make_mesh((job.pp, job.dp, job.tp), timeout=job.timeout)) as model:
+        save_model(model.module, folder)
 
 
 def test_a_run_starts_from_files_and_resumes_with_other_ranks(tmp_path: Path, expected: list[float]) -> None:
@@ -122,8 +121,89 @@ def test_a_run_starts_from_files_and_resumes_with_other_ranks(tmp_path: Path, ex
     assert run_ranks(losses_of, 2, first)[0] == pytest.approx(expected[:2], rel=2e-5)
     again = replace(JOB, tp=2, init=first.init, checkpoint=first.checkpoint, resume=True)
     assert run_ranks(losses_of, 2, again)[0] == pytest.approx(expected[2:], rel=2e-5)
-    with pytest.raises(Exception, match="expected the same, or the run would see other data"):
+    with pytest.raises(Exception, match="tokens was 96 and is 128; expected the same, or the run would see other data"):
         run_ranks(losses_of, 2, replace(again, tokens=128))
+    with pytest.raises(Exception, match="run has step-00000004 of an earlier run; expected an empty directory"):
+        run_ranks(losses_of, 2, replace(again, resume=False))
+
+
+def resume_in_turns(job: Job, folder: str) -> list[list[float]]:
+    """The learning rate of a resumed job is its own, also where the checkpoint has another one."""
+    whole = train(replace(job, steps=4)).losses
+    train(replace(job, steps=2, checkpoint=f"{folder}/a"))
+    same = train(replace(job, checkpoint=f"{folder}/a", resume=True)).losses
+    train(replace(job, steps=2, checkpoint=f"{folder}/b"))
+    still = train(replace(job, checkpoint=f"{folder}/b", resume=True, lr=1e-12)).losses
+    return [whole[2:], same, still]
+
+
+def test_a_resumed_job_has_its_own_learning_rate(tmp_path: Path) -> None:
+    (whole, same, still) = run_ranks(resume_in_turns, 1, replace(JOB, steps=4), str(tmp_path))[0]
+    assert same == whole
+    assert still[0] == same[0]
+    assert still[1] != same[1]
+
+
+def train_on_other_texts(job: Job, folder: str) -> str:
+    """Files of the same name with other contents, on a run that is resumed."""
+    file = Path(folder) / "text"
+    file.write_bytes(b"one two three\n" * 40)
+    train(replace(job, data=(str(file),), steps=1, checkpoint=f"{folder}/run"))
+    moved = Path(folder) / "moved"
+    moved.write_bytes(file.read_bytes())
+    train(replace(job, data=(str(moved),), steps=2, checkpoint=f"{folder}/run", resume=True))
+    file.write_bytes(b"one two four\n" * 40)
+    with pytest.raises(ValueError, match=r"text was '[0-9a-f]+' and is '[0-9a-f]+'; expected the same") as caught:
+        train(replace(job, data=(str(file),), steps=3, checkpoint=f"{folder}/run", resume=True))
+    return str(caught.value)
+
+
+def test_texts_are_told_apart_by_what_they_say(tmp_path: Path) -> None:
+    run_ranks(train_on_other_texts, 1, JOB, str(tmp_path))
+
+
+def differ(job: Job) -> None:
+    with pytest.raises(ValueError, match="seed is 0 on rank 0 and 1 on rank 1; expected one job"):
+        train(replace(job, seed=dist.get_rank()))
+
+
+def end_in_nan(job: Job) -> None:
+    """A rate that is far too large: the run ends by name, and what is saved are numbers."""
+    with pytest.raises(WeftError, match=r"step \d+ has (loss nan|gradients that are no n\w+), expected numbers"):
+        train(replace(job, lr=1e30, every=1, steps=10))
+    assert train(replace(job, steps=0, resume=True)).losses == []
+
+
+def report_that_raises(job: Job) -> str:
+    def report(figures: StepFigures) -> None:
+        if dist.get_rank() == 1 and figures.step == 2:
+            raise ArithmeticError("the reporter fell over")
+
+    with pytest.raises((WeftError, ArithmeticError)) as caught:
+        train(job, report=report)
+    return str(caught.value)
+
+
+def test_ranks_with_different_jobs_and_losses_that_are_no_numbers(tmp_path: Path) -> None:
+    run_ranks(differ, 2, replace(JOB, tp=2))
+    run_ranks(end_in_nan, 2, replace(JOB, pp=2, checkpoint=str(tmp_path / "run")))
+    for text in run_ranks(report_that_raises, 2, replace(JOB, pp=2)):
+        assert "the reporter fell over" in text
+
+
+def two_runs(job: Job) -> None:
+    """A run that begins while another one of this directory is under way is refused; the first one goes on."""
+
+    def report(figures: StepFigures) -> None:
+        if figures.step == 2:
+            with pytest.raises(ValueError, match=f"in use by another run, process {os.getpid()} of this host"):
+                train(replace(job, resume=True))
+
+    assert len(train(job, report=report).steps) == 4
+
+
+def test_two_runs_of_one_directory(tmp_path: Path) -> None:
+    run_ranks(two_runs, 1, replace(JOB, checkpoint=str(tmp_path / "run"), every=1))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +213,10 @@ def test_a_run_starts_from_files_and_resumes_with_other_ranks(tmp_path: Path, ex
         ({"model": "huge"}, "model is 'huge', expected one of tiny"),
         ({"resume": True}, "resume without a checkpoint directory"),
         ({"steps": -1}, "expected at least 0"),
+        ({"microbatches": 0}, "expected at least 0 steps and at least 1 of the others"),
+        ({"keep": 0}, "expected at least 0 steps and at least 1 of the others"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"timeout": 0.0}, "timeout 0"),
     ],
 )
 def test_a_job_that_cannot_run_is_refused(change: dict[str, Any], message: str) -> None:

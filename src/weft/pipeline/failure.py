@@ -14,9 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Store
 
-from weft.comm.rendezvous import store_of
 from weft.errors import WeftError
 
 T = TypeVar("T")
@@ -32,9 +31,9 @@ class StageFailed(WeftError):
 class Board:
     """What the ranks of a pipeline say when something goes wrong. Nothing here raises or waits for long."""
 
-    def __init__(self, pg: ProcessGroup, rank: int) -> None:
-        """`pg` is a group of this pipeline alone: the store has a prefix for each."""
-        self._store, self.rank, self._prefix = store_of(pg), rank, "weft/pipeline"
+    def __init__(self, store: Store, rank: int) -> None:
+        """`store` is one of this pipeline alone, as that of a group of its own is."""
+        self._store, self.rank, self._prefix = store, rank, "weft/pipeline"
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from weft.cluster import Cluster
+from weft.comm.rendezvous import store_of
 from weft.comm.tags import channel_tags
 from weft.errors import PeerLost
 from weft.pipeline.buffers import Buffers
@@ -57,7 +58,7 @@ class Links:
         channel_tags(max(0, routes.total - 1))  # on all ranks alike, before any waits for another
         self.wires, self._routes = wires, routes
         self.rank = wires.world[wires.rank]
-        self.board = Board(wires.notes.pg, self.rank)
+        self.board = Board(store_of(wires.notes.pg), self.rank)
         self.stop = threading.Event()
         self.failure: BaseException | None = None
         self.lost: set[int] = set()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,9 +24,9 @@ def copy_over(module: nn.Module, mesh: DeviceMesh) -> None:
     """
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
     assert isinstance(module, FSDPModule)
-    gather, scatter = _traced()
-    module.set_custom_all_gather(gather)
-    module.set_custom_reduce_scatter(scatter)
+    # By what they do, not by descent: FSDP's own classes are private.
+    module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(_Scatter())  # type: ignore[arg-type]
 
 
 def sync_gradients(module: nn.Module, wanted: bool) -> None:
@@ -67,22 +68,24 @@ def _named(what: str, group: dist.ProcessGroup, nbytes: int) -> Iterator[None]:
         ) from error
 
 
-def _traced() -> tuple[Any, Any]:
-    """FSDP's own collectives with a span around each. They are made here, as their place in torch is not fixed."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as own
+class _Comm:
+    """What FSDP asks of a collective of its own: memory, which is torch's here as it is without one."""
 
-    class Gather(own.DefaultAllGather):
-        def __call__(
-            self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-        ) -> Any:
-            with _named("parameters", group, output_tensor.nbytes):
-                return super().__call__(output_tensor, input_tensor, group, async_op)
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
 
-    class Scatter(own.DefaultReduceScatter):
-        def __call__(
-            self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-        ) -> Any:
-            with _named("gradients", group, input_tensor.nbytes):
-                return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
-    return Gather(), Scatter()
+class _Gather(_Comm):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        with _named("parameters", group, output_tensor.nbytes):
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Scatter(_Comm):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        with _named("gradients", group, input_tensor.nbytes):
+            return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -66,7 +66,9 @@ class LossLog:
     def __init__(self, file: str | Path, *, after: int) -> None:
         self._file = Path(file)
         kept = read_log(file, until=after) if self._file.exists() else []
-        self._file.write_text("".join(_line(figures) for figures in kept), encoding="utf-8")
+        new = self._file.with_name(f".{self._file.name}.part")
+        new.write_text("".join(_line(figures) for figures in kept), encoding="utf-8")
+        new.replace(self._file)  # at once: a kill leaves the old lines or these
 
     def add(self, figures: StepFigures) -> None:
         """Writes one step, at once."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from weft.errors import LONGEST_SECONDS
 from weft.train.text import VOCABULARY
 
 # name: layers, hidden, heads, key/value heads, MLP
@@ -27,8 +29,9 @@ class Job:
     context:       tokens of a document at most
     data:          text files; Python's own reference texts without
     init:          a folder with a Llama's safetensors to start from; random weights of `seed` without
-    checkpoint:    a directory that all ranks share; saved every `every` steps and at the end, the `keep` newest kept
-    resume:        go on from the newest checkpoint, if there is one
+    checkpoint:    a directory that all ranks share, and no other run; saved every `every` steps and at the end, the
+                   `keep` newest kept
+    resume:        go on from the newest checkpoint, if there is one; `lr` is this job's, all else as it was
     timeout:       seconds after which a rank gives another up
     """
 
@@ -63,14 +66,19 @@ class Job:
                 f"tp {self.tp} x pp {self.pp} x dp {self.dp} is {self.ranks} ranks, and there are {ranks}; expected "
                 "the same: change one of them, or start another number of processes"
             )
-        if self.microbatches % self.dp:
+        if self.microbatches > 0 and self.microbatches % self.dp:
             raise ValueError(
                 f"{self.microbatches} micro-batches cannot be shared evenly by {self.dp} copies of the model"
             )
         if self.model not in SIZES:
             raise ValueError(f"model is {self.model!r}, expected one of {', '.join(SIZES)}")
-        if self.steps < 0 or self.every < 1:
-            raise ValueError(f"steps is {self.steps} and every {self.every}, expected at least 0 and 1")
+        if self.steps < 0 or min(self.every, self.keep, self.microbatches) < 1:
+            raise ValueError(
+                f"steps is {self.steps}, every {self.every}, keep {self.keep} and microbatches {self.microbatches}; "
+                "expected at least 0 steps and at least 1 of the others"
+            )
+        if not (0 < self.lr < math.inf and 0 < self.timeout <= LONGEST_SECONDS):
+            raise ValueError(f"lr is {self.lr} and timeout {self.timeout}; expected numbers above 0")
         if self.dp > 1 and self.pp > 1 and self.schedule in ("zero-bubble", "eager-1f1b+delay"):
             raise ValueError(
                 f"schedule {self.schedule} runs a backward pass in two parts, which FSDP cannot follow; expected "

@@ -41,7 +41,10 @@ class Whole:
             found += loss.item()
         return found / self._copies
 
-    def close(self) -> None:
+    def __enter__(self) -> Whole:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Nothing to end."""
 
 
@@ -77,9 +80,12 @@ class Staged:
         )
         return losses.mean().item() / self._copies if losses.numel() else 0.0
 
-    def close(self) -> None:
-        """Ends the pipeline's threads and connections, when all ranks are here."""
-        self._pipe.close()
+    def __enter__(self) -> Staged:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends the pipeline's threads and connections: when all ranks are here, or on all where one failed."""
+        self._pipe.__exit__(*error)
 
 
 def build(job: Job, mesh: DeviceMesh) -> Whole | Staged:

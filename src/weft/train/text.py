@@ -7,6 +7,7 @@ resumed goes on with the data that come next, and the losses do not depend on ho
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,14 @@ class Text:
     context: int
     tokens: int
     seed: int = 0
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Tells texts apart, wherever their files are."""
+        found = hashlib.sha256()
+        for piece in self.pieces:
+            found.update(len(piece).to_bytes(8, "big") + piece)
+        return found.hexdigest()
 
     @classmethod
     def of(cls, documents: Sequence[bytes], *, context: int, tokens: int, seed: int = 0) -> Text:

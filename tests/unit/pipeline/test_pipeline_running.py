@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from weft.errors import PeerMismatch
 from weft.layout import Layout, Mesh, ShardSizes
 from weft.pipeline import SCHEDULES, Direction, Edge, StageGraph, chain, lower, schedule
 from weft.pipeline.buffers import Buffers
-from weft.pipeline.header import Header, is_cut, whole_shape
+from weft.pipeline.failure import Board
+from weft.pipeline.header import LENGTH, Header, is_cut, whole_shape
 from weft.pipeline.microbatch import split_batch, split_keywords
 from weft.pipeline.models.gpt import GPTConfig, gpt_stage
 from weft.pipeline.models.parts import cut
@@ -115,6 +131,68 @@ def test_whole_shapes() -> None:
         Header(0, True, torch.float32, (1,) * 9).to_tensor()
 
 
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 20), min_size=LENGTH, max_size=LENGTH))
+@settings(max_examples=500, deadline=None)
+def test_headers_from_peers_are_checked(numbers: list[int]) -> None:
+    """Whatever comes is refused by name, or is a tensor that there could be and that says the same again."""
+    given = torch.tensor(numbers, dtype=torch.int64)
+    try:
+        header = Header.from_tensor(given)
+    except PeerMismatch as error:
+        assert "a peer announces a tensor as" in str(error)  # noqa: PT017
+    else:
+        assert header.to_tensor().tolist() == numbers
+        assert all(size >= 0 for size in header.shape)
+        assert math.prod(header.shape) * header.dtype.itemsize <= 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(0, -1), (1, 2), (2, -1), (2, 12), (3, -1), (3, 9), (4, -1), (4, 1 << 62), (7, 5)],
+)
+def test_a_header_with_one_bad_number(place: int, value: int) -> None:
+    numbers = Header(3, True, torch.float64, (4, 5)).to_tensor()
+    numbers[place] = value
+    with pytest.raises(PeerMismatch, match="a peer announces"):
+        Header.from_tensor(numbers)
+
+
+def test_shards_of_different_dims_are_refused() -> None:
+    row = Mesh.of([0, 1], hosts=[0, 0])
+    with pytest.raises(ValueError, match="with the same number of dims"):
+        whole_shape(Layout(row, [Shard(0)]), {0: (2, 3), 1: (2,)}, "x")
+
+
+def test_a_store_that_hangs_costs_one_thread() -> None:
+    """The server of a store is stopped; a board that asks it says that it does not know, and goes on."""
+    ours, theirs = mp.get_context("spawn").Pipe()
+    server = mp.get_context("spawn").Process(target=serve_store, args=(theirs,), daemon=True)
+    server.start()
+    try:
+        board = Board(dist.TCPStore("127.0.0.1", ours.recv(), is_master=False), rank=0)
+        assert board.read() is None
+        assert board.post("stage 3 fell over") == "stage 3 fell over"
+        assert board.read() == "stage 3 fell over"
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        for _ in range(4):
+            assert board.read() is None
+        asking = [thread for thread in threading.enumerate() if thread.name == "weft-pipeline-board"]
+        assert len(asking) == 1
+        os.kill(server.pid, signal.SIGCONT)
+        asking[0].join(10.0)
+        assert board.read() == "stage 3 fell over"
+    finally:
+        server.kill()
+        server.join()
+
+
+def serve_store(pipe: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(60)
+
+
 def test_buffers_are_used_again_only_when_nothing_refers_to_them() -> None:
     buffers = Buffers()
     x = buffers.take((4, 4), torch.float32)
@@ -132,6 +210,50 @@ def test_buffers_are_used_again_only_when_nothing_refers_to_them() -> None:
     assert buffers.take((4, 4), torch.float32).data_ptr() != view.data_ptr() - 12
     assert buffers.take((0, 3), torch.bfloat16).shape == (0, 3)
     assert buffers.take((), torch.int64).shape == ()
+
+
+def keep_saved(x: torch.Tensor) -> object:
+    leaf = x.detach().requires_grad_()
+    return (leaf * leaf).sum()  # saves the leaf for its backward pass
+
+
+KEEPERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "storage": lambda x: x.untyped_storage(),
+    "typed storage": lambda x: x.storage(),
+    "view": lambda x: x[1:, ::2],
+    "saved tensor": keep_saved,
+    "numpy": lambda x: x.numpy()[1:],
+    "dlpack": lambda x: x.__dlpack__(),
+    "numpy from dlpack": lambda x: np.from_dlpack(x),
+    "tensor from dlpack": lambda x: torch.from_dlpack(x),
+    "alias": lambda x: torch.empty(0).set_(x.untyped_storage(), 0, (4,)),
+    "closure": lambda x: lambda: x,
+}
+
+
+@pytest.mark.parametrize("how", KEEPERS)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_memory_that_can_be_reached_is_not_handed_out_again(how: str) -> None:
+    buffers = Buffers()
+    x = buffers.take((4, 4), torch.float32)
+    address = x.untyped_storage().data_ptr()
+    kept = KEEPERS[how](x)
+    del x
+    gc.collect()
+    later = [buffers.take((4, 4), torch.float32) for _ in range(3)]
+    assert address not in [each.untyped_storage().data_ptr() for each in later]
+    del kept
+    gc.collect()
+    assert buffers.take((4, 4), torch.float32).untyped_storage().data_ptr() == address
+    assert buffers.count == 4
+
+
+def test_memory_of_sizes_that_no_longer_come_is_let_go() -> None:
+    buffers = Buffers()
+    for length in range(1, 200):
+        kept = [buffers.take((length, 64), torch.float32) for _ in range(3)]
+        del kept
+    assert buffers.nbytes <= 2 * 3 * 1.13 * 199 * 64 * 4
 
 
 def test_batches() -> None:

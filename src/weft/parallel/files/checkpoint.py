@@ -2,7 +2,7 @@
 
     DIR/step-00000020/        torch.distributed.checkpoint's files, and weft.json with the step and what the caller gave
     DIR/latest                the name of the newest one
-    DIR/.step-00000030.part   one that is being written; the next save removes it if its writer died
+    DIR/.step-00000030.*      one that is being written; the next save removes it if its writer died
 
 A checkpoint is written under another name, forced to the disk, and then renamed, which the file system does at once or
 not at all; `latest` is replaced the same way, after that. So a kill at any instant leaves the last one whole.
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from weft.comm.tell import tell_all
 from weft.errors import WeftError
-from weft.parallel.files.checkpoint_folder import ABOUT, Folder
+from weft.parallel.files.checkpoint_folder import ABOUT, Folder, Writing
 from weft.parallel.files.materialise import materialise, slots
 from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems, rank_of, together
 
@@ -79,18 +79,24 @@ def save_checkpoint(
     about = json.dumps({"step": step, "extra": dict(extra or {})})  # raises before anything is written
     folder, first = Folder(Path(directory)), rank_of(group) == 0
     final: Path | None = None
-    with together("save_checkpoint", group=group, timeout=timeout):
-        if first:
-            folder.begin(step)
-    with together("save_checkpoint", group=group, timeout=timeout):
-        # One file and one thread a rank; each file is forced to the disk.
-        writer = FileSystemWriter(folder.part(step), single_file_per_rank=True, sync_files=True, thread_count=1)
-        with _as_error("saved"):
-            save(_state(model, optimizer), storage_writer=writer, process_group=group, no_dist=_alone(group))
-    with together("save_checkpoint", group=group, timeout=timeout):
-        if first:
-            final = folder.publish(step, about, keep=keep)
-    return folder.find(step) if final is None else final
+    begun: Writing | None = None
+    try:
+        with together("save_checkpoint", group=group, timeout=timeout):
+            begun = folder.begin(step) if first else None
+        name = tell_all("save_checkpoint", begun and begun.path.name, group=group, timeout=timeout)[0]
+        part = folder.part(name)
+        with together("save_checkpoint", group=group, timeout=timeout):
+            # One file and one thread a rank; each file is forced to the disk.
+            writer = FileSystemWriter(part, single_file_per_rank=True, sync_files=True, thread_count=1)
+            with _as_error("saved"):
+                save(_state(model, optimizer), storage_writer=writer, process_group=group, no_dist=_alone(group))
+        with together("save_checkpoint", group=group, timeout=timeout):
+            if first:
+                final = folder.publish(part, step, about, keep=keep)
+    finally:
+        if begun is not None:
+            begun.end(published=final is not None)
+    return folder.root / str(tell_all("save_checkpoint", final and final.name, group=group, timeout=timeout)[0])
 
 
 def load_checkpoint(

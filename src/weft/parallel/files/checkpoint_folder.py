@@ -1,16 +1,40 @@
-"""A directory of checkpoints: which are whole, which is the newest, and how one becomes part of it at once."""
+"""A directory of checkpoints: which are whole, which is the newest, and how one becomes part of it at once.
+
+.step-00000020.1f00c0de.part   one that is being written, under a name that no other writer has
+.step-00000020.1f00c0de.lock   held by its writer; what nobody holds was left behind, and the next writer removes it
+.run.lock                      held by a run that wants the directory for itself
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.parallel.files.lock import Lock, holder_of, is_left_behind
+
 ABOUT = "weft.json"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_PART = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}\.part")
 _LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A checkpoint that this process is about to write: an empty directory, and the lock that says so."""
+
+    path: Path
+    lock: Lock
+
+    def end(self, *, published: bool) -> None:
+        """What was not published stays for the next writer to remove, as after a kill."""
+        self.lock.release(remove=published)
 
 
 @dataclass(frozen=True)
@@ -24,38 +48,80 @@ class Folder:
         found = {path: key for path in self.root.glob("step-*") if (key := _key(path))}
         return sorted(found, key=found.__getitem__)
 
-    def begin(self, step: int) -> Path:
-        """An empty place to write to; what writers left that died is removed."""
+    def begin(self, step: int) -> Writing:
+        """An empty place to write to; what writers left that died is removed, what others write now is not."""
         self.root.mkdir(parents=True, exist_ok=True)
-        for stale in self.root.glob(".step-*.part"):
-            shutil.rmtree(stale)
-        part = self.part(step)
-        part.mkdir()
-        return part
+        self._clean()
+        while True:
+            part = self.root / f".step-{step:08d}.{secrets.token_hex(4)}.part"
+            lock = Lock.take(part.with_suffix(".lock"))
+            if lock is not None:
+                break
+        try:
+            part.mkdir()
+        except BaseException:
+            lock.release(remove=False)
+            raise
+        return Writing(part, lock)
 
-    def part(self, step: int) -> Path:
-        """Where a checkpoint is written to."""
-        return self.root / f".step-{step:08d}.part"
+    def part(self, name: str) -> Path:
+        """The place of that name, which another rank has begun."""
+        if not _PART.fullmatch(name):
+            raise ValueError(f"got {name!r} for a checkpoint under way, expected a name such as .step-00000020.*.part")
+        return self.root / name
 
-    def publish(self, step: int, about: str, *, keep: int) -> Path:
+    def _clean(self) -> None:
+        for part in self.root.glob(".step-*.part"):
+            if is_left_behind(part.with_suffix(".lock"), part):
+                shutil.rmtree(part, ignore_errors=True)  # others may be at it, too
+        for lock in self.root.glob(".step-*.lock"):
+            if not lock.with_suffix(".part").exists() and is_left_behind(lock, lock):
+                lock.unlink(missing_ok=True)
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """The directory for this process alone, of all that claim it. Raises where another one has it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        path = self.root / ".run.lock"
+        lock = Lock.take(path)
+        if lock is None:
+            raise ValueError(
+                f"{self.root} is in use by another run, {holder_of(path)}; expected a directory for each run; wait for "
+                "it to end, or give another directory"
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def publish(self, part: Path, step: int, about: str, *, keep: int) -> Path:
         """Gives what was written its name, points to it, and removes older ones until `keep` are left."""
-        part, final = self.part(step), self.root / f"step-{step:08d}"
-        again = 0
-        while final.exists():  # of a run that was resumed before this step; it stays until the new one is there
-            again += 1
-            final = self.root / f"step-{step:08d}.{again}"
         write_through(part / ABOUT, about)
         force(part)
-        part.rename(final)
+        final = self._rename(part, step)
         force(self.root)
-        pointer = self.root / f".{_LATEST}.part"
+        pointer = final / f".{_LATEST}"
         write_through(pointer, final.name)
         pointer.replace(self.root / _LATEST)
         force(self.root)
         whole = self.whole()
-        for old in whole[: max(0, whole.index(final) - keep + 1)]:
+        for old in whole[: max(0, whole.index(final) - keep + 1)] if final in whole else ():
             shutil.rmtree(old)
         return final
+
+    def _rename(self, part: Path, step: int) -> Path:
+        """To the first name of its step that is free: that of a run that was resumed before this step stays."""
+        again = 0
+        while True:
+            final = self.root / (f"step-{step:08d}" + (f".{again}" if again else ""))
+            try:
+                if not final.exists():  # an empty directory would be replaced
+                    part.rename(final)
+                    return final
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another run was faster
+                    raise
+            again += 1
 
     def find(self, step: int | None) -> Path:
         """The checkpoint of a step; the newest unless told. Raises OSError where there is none."""
