@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch, _get_tracing_state
+from torch._C import _functorch, _get_dispatch_mode, _get_tracing_state, _TorchDispatchModeKey
 from torch.nn.modules import module as _module
 
 
@@ -34,6 +34,11 @@ def in_functorch() -> bool:
 def is_tracing() -> bool:
     """Whether torch.jit.trace records what is computed."""
     return _get_tracing_state() is not None
+
+
+def is_faking() -> bool:
+    """Whether ops compute shapes only (FakeTensorMode)."""
+    return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
 
 def without_compile(function: Callable[..., Any], reason: str) -> Callable[..., Any]:

@@ -10,8 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from weft._torch import in_functorch, is_tracing, version_of
-from weft.errors import Unsupported
+from weft._torch import version_of
 from weft.kernels.dispatch import kernels_for
 from weft.kernels.matmul import _is_plain
 from weft.packed import spec, training
@@ -93,7 +92,6 @@ class Engine:
         read = self._read
         if read is None or inputs.model is not read.model:  # else it was looked at a moment ago, by this call
             read = self._now()
-        _check_caller()
         vectors = inputs.vectors
         if vectors is not None and vectors.dtype != read.dtype:
             raise ValueError(f"the model computes in {read.dtype}, got vectors of {vectors.dtype}; convert them")
@@ -135,18 +133,3 @@ def _needs_gradients(inputs: Inputs, weights: Iterable[Tensor]) -> bool:
     vectors = inputs.vectors is not None and inputs.vectors.requires_grad
     return vectors or any(t.requires_grad for t in weights)
 
-
-def _check_caller() -> None:
-    """Raises where a call is recorded or transformed: which tokens there are is known from the values only."""
-    if is_tracing():
-        raise Unsupported(f"torch.jit.trace, and ONNX by it: {_RECORDED}")
-    if torch.compiler.is_exporting():
-        raise Unsupported(f"torch.export, and ONNX by it: {_RECORDED}")
-    if in_functorch():
-        raise Unsupported(f"torch.func (vmap, grad, jvp): {_RECORDED}")
-
-
-_RECORDED = (
-    "a packed model looks at the mask to see which tokens to compute, so a call of it cannot be recorded or "
-    "transformed; do it to the model that was packed"
-)

@@ -16,9 +16,10 @@ from operator import getitem, is_
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from weft._torch import has_global_module_hooks
+from weft._torch import has_global_module_hooks, in_functorch, is_faking, is_tracing
 from weft.errors import Unsupported
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -107,6 +108,21 @@ def check_global_hooks() -> None:
             f"a hook for all modules is registered (by register_module_forward_hook and its like, or by a tool such as "
             f"FlopCounterMode), {_NOT_RUN}; remove it, or call the model that was packed"
         )
+
+
+def check_caller() -> None:
+    """Raises where a call is recorded or transformed: which tokens there are is known from the values only."""
+    for found, what in (
+        (is_tracing(), "torch.jit.trace, and ONNX by it"),
+        (torch.compiler.is_exporting(), "torch.export, and ONNX by it"),
+        (in_functorch(), "torch.func (vmap, grad, jvp)"),
+        (is_faking(), "FakeTensorMode"),
+    ):
+        if found:
+            raise Unsupported(
+                f"{what}: a packed model looks at the mask to see which tokens to compute, so a call of it cannot be "
+                f"recorded or transformed; do it to the model that was packed"
+            )
 
 
 def is_of(kind: type, *homes: str) -> bool:
