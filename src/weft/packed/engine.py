@@ -52,7 +52,6 @@ class _Read:
 
     watch: Watch
     model: spec.Transformer
-    dtype: torch.dtype
     acts: bool
     leaves: list[Tensor] = field(default_factory=list)
     stamp: Stamp | None = None
@@ -84,8 +83,8 @@ class Engine:
         modules = list(self._module.modules())
         watch = Watch(modules)  # before reading: what changes meanwhile is noticed in the next call
         model = self._describe(self._module)
-        acts = any(m.training for m in modules)
-        return _Read(watch, model, check_model(model), acts, list(spec.tensors(model)))
+        check_model(model)
+        return _Read(watch, model, any(m.training for m in modules), list(spec.tensors(model)))
 
     def __call__(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
         """Hidden states [T, width]; `kept` gets what it asks for."""
@@ -93,8 +92,9 @@ class Engine:
         if read is None or inputs.model is not read.model:  # else it was looked at a moment ago, by this call
             read = self._now()
         vectors = inputs.vectors
-        if vectors is not None and vectors.dtype != read.dtype:
-            raise ValueError(f"the model computes in {read.dtype}, got vectors of {vectors.dtype}; convert them")
+        dtype = next(spec.weights(read.model)).dtype  # now: weights may have been converted in place
+        if vectors is not None and vectors.dtype != dtype:
+            raise ValueError(f"the model computes in {dtype}, got vectors of {vectors.dtype}; convert them")
         if self._trains(read, inputs) or not self._has_program(read) or not _is_plain(vectors):
             drops = self._dropout is AttentionDropout.MODEL
             return training.forward(read.model, inputs, training=read.acts, drops_attention=drops, kept=kept)
@@ -105,6 +105,7 @@ class Engine:
             if read.program is None or read.stamp is None or not read.stamp.holds(read.leaves):
                 read.program = None  # two copies of the weights need not be held at once
                 read.stamp = Stamp.of(read.leaves)
+                check_model(read.model)  # again: who writes to `.data` can change shapes and types
                 read.program = Program(read.model)
             return read.program
 
