@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch, _get_dispatch_mode, _get_tracing_state, _TorchDispatchModeKey
+from torch._C import _functorch, _get_tracing_state
 from torch.nn.modules import module as _module
 
 
@@ -38,7 +38,7 @@ def is_tracing() -> bool:
 
 def is_faking() -> bool:
     """Whether ops compute shapes only (FakeTensorMode)."""
-    return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def without_compile(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
