@@ -10,8 +10,6 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from weft._torch import in_functorch, is_tracing
-from weft.errors import Unsupported
 from weft.kernels.dispatch import kernels_for
 from weft.kernels.freshness import Stamp
 from weft.kernels.matmul import _is_plain
@@ -40,7 +38,6 @@ class _Read:
 
     watch: Watch
     model: spec.Transformer
-    dtype: torch.dtype
     acts: bool
     leaves: list[Tensor] = field(default_factory=list)
     stamp: Stamp | None = None
@@ -72,18 +69,18 @@ class Engine:
         modules = list(self._module.modules())
         watch = Watch(modules)  # before reading: what changes meanwhile is noticed in the next call
         model = self._describe(self._module)
-        acts = any(m.training for m in modules)
-        return _Read(watch, model, check_model(model), acts, list(spec.tensors(model)))
+        check_model(model)
+        return _Read(watch, model, any(m.training for m in modules), list(spec.tensors(model)))
 
     def __call__(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
         """Hidden states [T, width]; `kept` gets what it asks for."""
         read = self._read
         if read is None or inputs.model is not read.model:  # else it was looked at a moment ago, by this call
             read = self._now()
-        _check_caller()
         vectors = inputs.vectors
-        if vectors is not None and vectors.dtype != read.dtype:
-            raise ValueError(f"the model computes in {read.dtype}, got vectors of {vectors.dtype}; convert them")
+        dtype = next(spec.weights(read.model)).dtype  # now: weights may have been converted in place
+        if vectors is not None and vectors.dtype != dtype:
+            raise ValueError(f"the model computes in {dtype}, got vectors of {vectors.dtype}; convert them")
         if self._trains(read, inputs) or not self._has_program(read) or not _is_plain(vectors):
             drops = self._dropout is AttentionDropout.MODEL
             return training.forward(read.model, inputs, training=read.acts, drops_attention=drops, kept=kept)
@@ -94,6 +91,7 @@ class Engine:
             if read.program is None or read.stamp is None or not read.stamp.holds(read.leaves):
                 read.program = None  # two copies of the weights need not be held at once
                 read.stamp = Stamp.of(read.leaves)
+                check_model(read.model)  # again: who writes to `.data` can change shapes and types
                 read.program = Program(read.model)
             return read.program
 
@@ -122,18 +120,3 @@ def _needs_gradients(inputs: Inputs, weights: Iterable[Tensor]) -> bool:
     vectors = inputs.vectors is not None and inputs.vectors.requires_grad
     return vectors or any(t.requires_grad for t in weights)
 
-
-def _check_caller() -> None:
-    """Raises where a call is recorded or transformed: which tokens there are is known from the values only."""
-    if is_tracing():
-        raise Unsupported(f"torch.jit.trace, and ONNX by it: {_RECORDED}")
-    if torch.compiler.is_exporting():
-        raise Unsupported(f"torch.export, and ONNX by it: {_RECORDED}")
-    if in_functorch():
-        raise Unsupported(f"torch.func (vmap, grad, jvp): {_RECORDED}")
-
-
-_RECORDED = (
-    "a packed model looks at the mask to see which tokens to compute, so a call of it cannot be recorded or "
-    "transformed; do it to the model that was packed"
-)

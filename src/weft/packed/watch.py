@@ -16,9 +16,10 @@ from operator import getitem, is_
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from weft._torch import has_global_module_hooks
+from weft._torch import has_global_module_hooks, in_functorch, is_faking, is_tracing
 from weft.errors import Unsupported
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -91,7 +92,7 @@ def check_untouched(root: nn.Module, is_known: Callable[[type], bool], *, runs: 
                 f"undo quantization and parametrizations, or put the original module back"
             )
         for hook in chain.from_iterable(module.__dict__[kept].values() for kept in _HOOKS):
-            if not _is_recorder(hook):
+            if not _is_harmless(hook):
                 raise Unsupported(f"{where} has a hook ({_name(hook)}), {_NOT_RUN}; remove it")
         if "forward" in module.__dict__ or not _is_stock(kind):
             raise Unsupported(f"{where} has another forward than its class came with, {_NOT_RUN}; put that back")
@@ -109,6 +110,21 @@ def check_global_hooks() -> None:
         )
 
 
+def check_caller() -> None:
+    """Raises where a call is recorded or transformed: which tokens there are is known from the values only."""
+    for found, what in (
+        (is_tracing(), "torch.jit.trace, and ONNX by it"),
+        (torch.compiler.is_exporting(), "torch.export, and ONNX by it"),
+        (in_functorch(), "torch.func (vmap, grad, jvp)"),
+        (is_faking(), "FakeTensorMode"),
+    ):
+        if found:
+            raise Unsupported(
+                f"{what}: a packed model looks at the mask to see which tokens to compute, so a call of it cannot be "
+                f"recorded or transformed; do it to the model that was packed"
+            )
+
+
 def is_of(kind: type, *homes: str) -> bool:
     """Whether a class is one of the modules with these names, and not one made to look so."""
     return kind.__module__ in homes and _home(kind) is kind
@@ -118,9 +134,13 @@ def _home(kind: type) -> object:
     return getattr(sys.modules.get(kind.__module__), kind.__name__, None)
 
 
-def _is_recorder(hook: object) -> bool:
-    """Hugging Face's own, which records hidden states and sleeps in our calls: these are recorded in another way."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+def _is_harmless(hook: object) -> bool:
+    """Hugging Face's own: the one that records hidden states, which packed models record in another way, and the one
+    that makes gradient checkpointing start at the embeddings, which their kind of checkpointing does not need."""
+    name = getattr(hook, "__qualname__", "")
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing" or (
+        name.startswith("PreTrainedModel.enable_input_require_grads.") and name.endswith("make_inputs_require_grads")
+    )
 
 
 def _is_stock(kind: type) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 
 from weft._torch import without_compile
 from weft.errors import Unsupported
+from weft.packed.watch import check_caller
 
 _OWN = ("_modules", "_parameters", "_buffers")
 _NOT_COPIED = ("_weft_engine", "_weft_origin")
@@ -91,6 +92,7 @@ def _new_class(original: type, mixin: type[Twin]) -> type:
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_caller()
         return self.weft_forward(own, bind(own, args, kwargs))
 
     outside = without_compile(forward, "a packed model looks at the mask to see which tokens to compute")
