@@ -268,8 +268,7 @@ def resharded_in_place(size: int) -> None:
     other = build("Llama", seed=7)
     source = weft.parallelize(build("Llama", seed=7).eval(), mesh())
     layouts = {name: (mesh(), list(p.placements)) for name, p in shared.named_parameters()}
-    targets = dict(shared.named_parameters())
-    weft.reshard_state_dict(dict(source.named_parameters()), layouts, out=targets)
+    weft.reshard_state_dict(source.state_dict(), layouts, out=shared.state_dict())
     same(other.eval(), shared)
 
 

@@ -167,8 +167,12 @@ def evaluation(size: int) -> None:
 def copies(size: int) -> None:
     """A deep copy is a model of its own on the same ranks."""
     shared = weft.parallelize(build("Llama"), mesh())
-    other = copy.deepcopy(shared)
     ids, mask, labels = batch(MIXED)
+    shared(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+    other = copy.deepcopy(shared)
+    for mine, theirs in zip(shared.parameters(), other.parameters(), strict=True):
+        assert mine is not theirs
+        assert torch.equal(whole(mine.grad), whole(theirs.grad))
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(0.5)

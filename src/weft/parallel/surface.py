@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft._torch import in_functorch, is_tracing
@@ -35,6 +36,9 @@ class ParallelModel:
         return {name: value for name, value in self.__dict__.items() if name != _DROPPED}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        model: Any = self
+        for p in model.parameters():
+            memo.setdefault(id(p), _copied(p, memo))
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return twin
@@ -96,6 +100,14 @@ class ParallelModel:
                 "data axis after the backward pass"
             )
         raise AttributeError("_ddp_params_and_buffers_to_ignore")
+
+
+def _copied(p: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A copy with its gradient, which torch cannot make of a DTensor that starts in the middle of its memory."""
+    made = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+    made.grad = None if p.grad is None else p.grad.detach().clone()
+    made.__dict__.update(copy.deepcopy(p.__dict__, memo))
+    return made
 
 
 def _warn_of_checkpointing() -> None:

@@ -1,0 +1,571 @@
+"""One life of a parallel model: what the cases of the campaign `parallel` do on each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from campaign import case_random
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import weft
+from weft.packed import PackedBatch
+from weft.parallel.files.load import box_of
+
+POSITIONS = 48
+HEADS = {
+    "Llama": ("ForCausalLM", "ForCausalLM", "ForCausalLM", "Model", "ForTokenClassification"),
+    "GPT2": ("LMHeadModel", "LMHeadModel", "LMHeadModel", "Model", "ForSequenceClassification"),
+    "Bert": ("ForMaskedLM", "ForMaskedLM", "Model", "ForTokenClassification", "ForSequenceClassification"),
+}
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def run_cases(seed: int, numbers: list[int]) -> None:
+    """Runs cases one after the other; the first that fails is named in the error."""
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    for done, number in enumerate(numbers):
+        rng = case_random(seed, number)
+        life: Life | None = None
+        try:
+            life = Life(rng, number)
+            life.run()
+        except BaseException as error:
+            told = "" if life is None else f"{life.model_text}, {' | '.join(life.told)}"
+            raise AssertionError(f"parallel case {number}: {told}") from error
+        if done % 16 == 15:
+            del life
+            gc.collect()
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """Made once: each has process groups of its own."""
+    if shape not in _meshes:
+        names = ("data", "tensor")[2 - len(shape) :]
+        _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _meshes[shape]
+
+
+class Life:
+    """`shared` on all ranks, and `alone` on the one that compares, which is another one in each case."""
+
+    def __init__(self, rng: random.Random, number: int) -> None:
+        self.rng, self.rank, self.size = rng, dist.get_rank(), dist.get_world_size()
+        rng.choice((1, 2))  # the world was drawn by this
+        self.compares = number % self.size == self.rank
+        self.told: list[str] = []
+        self.fsdp = self.size in (2, 4) and rng.random() < 0.12
+        self.data = 2 if self.fsdp else 1
+        self.tensor = self.size // self.data
+        self.family = rng.choice(("Llama", "Llama", "GPT2", "GPT2", "Bert"))
+        self.head = rng.choice(HEADS[self.family])
+        self.causal = self.head in CAUSAL
+        self.vocabulary = self.causal or self.head == "ForMaskedLM"
+        self.config = self._config()
+        self.model_text = f"{self.family}{self.head} {self._shape} fsdp={self.fsdp}"
+        self.loose = 1.0  # how much more than rounding the two may differ by now
+        self._build()
+
+    # The model ----------------------------------------------------------------------------------------------
+
+    def _config(self) -> Any:
+        rng = self.rng
+        kv = rng.randint(self.tensor, max(self.tensor, 4))
+        groups, d = rng.choice((1, 1, 2, 3)), 2 * rng.randint(1, 8)
+        heads = kv * groups if self.family == "Llama" else kv
+        self.words = rng.randint(max(7, 4 * self.tensor), 80)
+        layers, inner = rng.randint(1, 3), rng.randint(max(5, 4 * self.tensor), 50)
+        bias = rng.random() < 0.3
+        if self.family == "Llama":
+            width = heads * rng.randint(1, 8)
+            common = {"vocab_size": self.words, "max_position_embeddings": POSITIONS, "num_hidden_layers": layers}
+            options = {
+                "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": d, "hidden_size": width,
+                "intermediate_size": inner, "attention_bias": bias, "mlp_bias": rng.random() < 0.3,
+                "tie_word_embeddings": rng.random() < 0.3, "pad_token_id": rng.choice((None, 0, 3)),
+            }  # fmt: skip
+            made = transformers.LlamaConfig(**common, **options)
+        elif self.family == "GPT2":
+            width = heads * d
+            none = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+            made = transformers.GPT2Config(
+                vocab_size=self.words, n_embd=width, n_head=heads, n_layer=layers, n_positions=POSITIONS, n_inner=inner,
+                activation_function=rng.choice(("gelu_new", "relu", "gelu")), bos_token_id=2, eos_token_id=2,
+                pad_token_id=0, tie_word_embeddings=rng.random() < 0.7, **none,
+            )  # fmt: skip
+        else:
+            width = heads * d
+            none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"), 0.0)
+            made = transformers.BertConfig(
+                vocab_size=self.words, hidden_size=width, num_attention_heads=heads, num_hidden_layers=layers,
+                intermediate_size=inner, max_position_embeddings=POSITIONS, pad_token_id=0, **none,
+            )  # fmt: skip
+        made.classifier_dropout = 0.0
+        self.width = width
+        self._shape = f"{layers}x{width} heads {heads}/{kv}x{d} inner {inner} words {self.words}"
+        return made
+
+    def _build(self) -> None:
+        torch.manual_seed(self.rng.randrange(2**31))
+        made = getattr(transformers, self.family + self.head)(self.config)
+        for p in made.parameters():
+            nn.init.normal_(p, 0.0 if p.dim() > 1 else 0.5, 0.2)
+        self.alone = copy.deepcopy(made).eval() if self.compares else None
+        mesh = mesh_of(2, self.tensor)["tensor"] if self.fsdp else mesh_of(self.size)
+        overlap = "off" if self.rng.random() < 0.02 else "on"
+        self.shared = weft.parallelize(made.eval(), mesh, overlap=overlap)
+        if self.fsdp:
+            fully_shard(self.shared, mesh=mesh_of(2, self.tensor)["data"])
+        self._make_optimisers()
+
+    def _make_optimisers(self) -> None:
+        kind = self.rng.choice(("sgd", "momentum", "adamw", "foreach", "fused"))
+        kinds: dict[str, Callable[[Any], Any]] = {
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+            "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, foreach=True),
+            "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-2, foreach=False),
+            "foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-2, foreach=True),
+            "fused": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-2, fused=True),
+        }
+        self.optimisers = [kinds[kind](m.parameters()) for m in self.models]
+        self.model_text += f" {kind}"
+
+    @property
+    def models(self) -> list[Any]:
+        return [self.shared] if self.alone is None else [self.shared, self.alone]
+
+    # A life -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        acts: list[tuple[Callable[[], None], int]] = [
+            (self.train, 3), (self.infer, 4), (self.write, 3), (self.refuse, 2), (self.hook, 1), (self.stale, 1),
+            (self.operate, 1), (self.evaluate, 1),
+        ]  # fmt: skip
+        if self.causal:
+            acts += [(self.generate, 2), (self.generate_as_hugging_face, 1), (self.go_on, 1)]
+        if not self.fsdp:
+            acts += [(self.copy, 1), (self.load, 1), (self.reshard, 1), (self.compile, 0 if self.size > 2 else 1)]
+        names = [act for act, weight in acts for _ in range(weight)]
+        self.infer()
+        for _ in range(self.rng.randint(2, 5)):
+            act = self.rng.choice(names)
+            self.told.append(act.__name__)
+            act()
+        self.told.append("infer")
+        self.infer()
+
+    def say(self, text: str) -> None:
+        self.told[-1:] = [f"{self.told[-1] if self.told else ''} {text}"]
+
+    # Inputs and comparisons ---------------------------------------------------------------------------------
+
+    def batch(self, *, side: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """ids, mask and labels [B, S] from the case's own numbers; the same on all ranks."""
+        rng = self.rng
+        rows, columns = rng.randint(1, 4), rng.randint(1, 20)
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        side = side or rng.choice(("none", "right", "left", "holes"))
+        lengths = torch.tensor([rng.randint(1, columns) for _ in range(rows)])
+        mask = torch.arange(columns)[None] < lengths[:, None]
+        if side == "none":
+            mask = torch.ones(rows, columns, dtype=torch.bool)
+        elif side == "left":
+            mask = mask.flip(1)
+        elif side == "holes":
+            mask = torch.rand(rows, columns, generator=generator) < 0.7
+            mask[:, 0] = True
+        ids = torch.randint(1, self.words, (rows, columns), generator=generator)
+        labels = torch.randint(0, self.words, (rows, columns), generator=generator)
+        before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+        odd = torch.rand(rows, columns, generator=generator) < 0.2
+        labels = labels.masked_fill(~mask | odd | (mask & ~before), -100)
+        if mask.any() and not (labels != -100).any():
+            at = (mask & before if self.causal else mask).nonzero()
+            if at.numel():
+                labels[tuple(at[0])] = 1
+        self.say(f"{rows}x{columns} {side}")
+        return ids, mask.long(), labels
+
+    def close(self, got: Tensor, want: Tensor, what: str, *, rough: float = 1.0) -> None:
+        error = float((got - want).abs().max()) if got.numel() else 0.0
+        scale = float(want.abs().max()) if want.numel() else 0.0
+        limit = (2e-4 + 2e-4 * scale) * self.loose * rough
+        if got.shape != want.shape or not error <= limit:
+            raise AssertionError(f"{what}: differs by {error:.2e}, may by {limit:.2e}; {got.shape} {want.shape}")
+
+    def check_outputs(self, got: Any, want: Any, mask: Tensor, what: str) -> None:
+        name = "logits" if "logits" in got else "last_hidden_state"
+        a, b = got[name], want[name]
+        a = a.full_tensor() if isinstance(a, DTensor) and a.device_mesh.size() == 1 else a
+        keep = mask.bool() if a.dim() == 3 else slice(None)
+        self.close(a[keep].detach(), b[keep].detach(), what)
+
+    # Acts ---------------------------------------------------------------------------------------------------
+
+    def inputs(self) -> tuple[dict[str, Any], Tensor, Tensor]:
+        """Padded inputs, that every head takes."""
+        side = "right" if self.head == "ForSequenceClassification" or self.family == "Bert" else None
+        ids, mask, labels = self.batch(side=side)
+        if self.head == "ForSequenceClassification" and self.family != "Bert":
+            ids = ids.masked_fill(mask == 0, 0)
+        return {"input_ids": ids, "attention_mask": mask}, mask, labels
+
+    def infer(self) -> None:
+        """Without gradients; ids, vectors, packed; some logits only."""
+        given, mask, _ = self.inputs()
+        way = self.rng.choice(("ids", "ids", "vectors", "packed", "keep", "tuple"))
+        mode = self.rng.choice((torch.no_grad, torch.inference_mode))
+        mode = torch.no_grad if self.fsdp else mode  # what FSDP gathers in inference mode cannot be trained with
+        if not self.vocabulary:
+            way = "ids"
+        self.say(way)
+        packed = None
+        if way == "vectors":
+            ids = given.pop("input_ids")
+            generator = torch.Generator().manual_seed(int(ids.sum()))
+            given["inputs_embeds"] = torch.randn(*ids.shape, self.width, generator=generator)
+        elif way == "packed" and bool(mask.any()):
+            packed = PackedBatch.from_padded(given["input_ids"], mask)
+        with mode():
+            if packed is not None:
+                columns = torch.arange(mask.shape[1]).expand_as(mask)[mask.bool()]
+                got = self.shared(input_ids=packed, position_ids=columns)
+                if self.alone is not None:
+                    self.close(got.logits, self.alone(**given).logits[mask.bool()], "packed")
+                return
+            if way == "keep" and self.causal:
+                columns = torch.tensor(sorted(self.rng.sample(range(mask.shape[1]), min(2, mask.shape[1]))))
+                given["logits_to_keep"] = columns
+                mask = mask[:, columns]
+            got = self.shared(**given, return_dict=way != "tuple")
+            if self.alone is not None:
+                want = self.alone(**given)
+                if way == "tuple":
+                    self.close(got[0][mask.bool()], want[0][mask.bool()], "tuple")
+                else:
+                    self.check_outputs(got, want, mask, way)
+
+    def evaluate(self) -> None:
+        """A loss without gradients, or hidden states."""
+        if not self.vocabulary:
+            return
+        given, mask, labels = self.inputs()
+        if self.rng.random() < 0.5:
+            given["output_hidden_states"] = True
+        elif bool((labels != -100).any()):
+            given["labels"] = labels
+        with torch.no_grad():
+            got = self.shared(**given)
+            if self.alone is None:
+                return
+            want = self.alone(**given)
+        if "labels" in given:
+            self.close(got.loss, want.loss, "loss")
+        for a, b in zip(got.get("hidden_states") or (), want.get("hidden_states") or (), strict=False):
+            self.close(a[mask.bool()], b[mask.bool()], "hidden states")
+
+    def train(self) -> None:
+        """Some steps: loss, every gradient, then an optimiser's step; checkpointed or accumulated at times."""
+        way = self.rng.choice(("plain", "plain", "accumulate", "checkpoint", "autocast", "clip"))
+        self.say(way)
+        rounds = 2 if way == "accumulate" else 1
+        drawn = [self.inputs() for _ in range(rounds * self.data)]
+        if any(not bool((labels != -100).any()) for _, _, labels in drawn):
+            return
+        way = "plain" if self.fsdp and way == "autocast" else way
+        here = mesh_of(2, self.tensor).get_local_rank("data") if self.fsdp else 0
+        mine = [drawn[i * self.data + here] for i in range(rounds)]
+        for model in self.models:
+            model.train()
+        for optimiser in self.optimisers:
+            optimiser.zero_grad()
+        losses = [self._backward(self.shared, given, mask, labels, way) for given, mask, labels in mine]
+        if self.alone is not None:
+            rough = 200.0 if way == "autocast" else 1.0  # Hugging Face's model computes in bfloat16 then
+            all_losses = [
+                self._backward(self.alone, given, mask, labels, way, scale=self.data) for given, mask, labels in drawn
+            ]
+            wanted = [all_losses[i * self.data + here] for i in range(rounds)]
+            for got, want in zip(losses, wanted, strict=True):
+                self.close(got, want, "loss", rough=rough)
+            self._check_gradients(rough)
+        if way == "clip" and not self.fsdp:
+            for model in self.models:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimiser in self.optimisers:
+            optimiser.step()
+        for model in self.models:
+            model.eval()
+        self.loose = min(self.loose * 2.0, 40.0)
+
+    def _backward(
+        self, model: Any, given: dict[str, Any], mask: Tensor, labels: Tensor, way: str, scale: int = 1
+    ) -> Tensor:
+        def loss() -> Tensor:
+            if self.vocabulary:
+                return model(**given, labels=labels).loss  # type: ignore[no-any-return]
+            out = model(**given)
+            states = out[0]
+            keep = mask.bool() if states.dim() == 3 else slice(None)
+            return states[keep].float().square().mean()  # type: ignore[no-any-return]
+
+        context: Any = contextlib.nullcontext()
+        if way == "autocast":
+            context = torch.autocast("cpu", dtype=torch.bfloat16)
+        with context:
+            found = torch.utils.checkpoint.checkpoint(loss, use_reentrant=False) if way == "checkpoint" else loss()
+            (found / scale).backward()
+        return found.detach()  # type: ignore[no-any-return]
+
+    def _check_gradients(self, rough: float) -> None:
+        assert self.alone is not None
+        wanted = dict(self.alone.named_parameters())
+        for name, p in self.shared.named_parameters():
+            if self.fsdp and any(size % 4 for size in p.shape):
+                continue  # nobody says which rows of an uneven shard of a shard these are; the next losses tell
+            want = wanted[name].grad
+            if want is None or p.grad is None:
+                if (want is None) != (p.grad is None):
+                    raise AssertionError(f"gradient of {name}: {p.grad is None} {want is None}")
+                continue
+            box = box_of(p)
+            assert box is not None
+            mine = want[tuple(slice(a, b) for a, b in box)]
+            self.close(p.grad.to_local(), mine, f"gradient of {name}", rough=rough)
+
+    def write(self) -> None:
+        """Weights change, in a way that torch counts or not."""
+        way = self.rng.choice(("in place", "data", "shard", "numpy", "copy", "optimiser"))
+        if self.fsdp and way in ("shard", "numpy"):
+            way = "data"
+        self.say(way)
+        factor = self.rng.choice((0.5, 0.8, 1.25))
+        if self.fsdp:
+            self.shared.reshard()  # else the gathered copies are written to, and lost
+        for model in self.models:
+            for p in model.parameters():
+                self._write(p, way, factor)
+        if way == "optimiser":
+            for optimiser in self.optimisers:
+                optimiser.step()
+                optimiser.zero_grad()
+
+    def _write(self, p: Any, way: str, factor: float) -> None:
+        local = p.to_local() if isinstance(p, DTensor) and way in ("shard", "numpy") else p
+        with torch.no_grad():
+            if way == "in place":
+                p.mul_(factor)
+            elif way == "data":
+                p.data.mul_(factor)
+            elif way == "shard":
+                local.data.mul_(factor)
+            elif way == "numpy":
+                local.detach().numpy()[...] *= factor
+            elif way == "copy":
+                p.copy_(p * factor)
+            else:
+                p.grad = p.detach() * (1.0 - factor)
+
+    def refuse(self) -> None:
+        """Calls that are refused on all ranks, and leave them in step."""
+        ids, mask, labels = self.batch(side="right")
+        high = ids.clone()
+        high[0, 0] = self.words
+        odd = self.rng.choice((torch.bfloat16, torch.float16, torch.float64))
+        vectors = torch.zeros(*ids.shape, self.width)
+        longer = torch.ones(1, POSITIONS + 1, dtype=torch.int64)
+        wrong: list[dict[str, Any]] = [
+            {"input_ids": high}, {"inputs_embeds": vectors.to(odd)}, {"inputs_embeds": vectors[..., :-1]},
+            {"input_ids": longer}, {"input_ids": ids, "output_attentions": True}, {"input_ids": ids.float()},
+            {"input_ids": ids, "attention_mask": mask[:, :-1]}, {"input_ids": ids, "position_ids": ids + POSITIONS},
+        ]  # fmt: skip
+        if self.vocabulary:
+            beyond = labels.clone()
+            beyond[0, 0] = self.words
+            wrong += [{"input_ids": ids, "attention_mask": mask, "labels": beyond}]
+        given = self.rng.choice(wrong)
+        self.say(" ".join(given))
+        with torch.set_grad_enabled(self.rng.random() < 0.5):
+            self._must_fail(lambda: self.shared(**given))
+        if self.causal:
+            self._must_fail(lambda: weft.generate(self.shared, [[self.words]], max_new_tokens=2))
+
+    @staticmethod
+    def _must_fail(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except ValueError:
+            return
+        raise AssertionError("was not refused")
+
+    def hook(self) -> None:
+        """On a module that is never called: refused while it is there."""
+        base = self.shared if self.head == "Model" else getattr(self.shared, self.shared._weft_base)
+        layers = base.encoder.layer if self.family == "Bert" else base.h if self.family == "GPT2" else base.layers
+        module = self.rng.choice([m for m in layers.modules() if not isinstance(m, nn.ModuleList)])
+        way = self.rng.choice(("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"))
+        handle = getattr(module, way)(lambda *args: None)
+        with torch.set_grad_enabled(self.rng.random() < 0.5):
+            self._must_fail(lambda: self.shared(input_ids=torch.tensor([[1, 2]])))
+        handle.remove()
+
+    def stale(self) -> None:
+        """One rank alone forgets what it has made of the weights."""
+        model = self.shared if self.vocabulary or self.head == "Model" else getattr(self.shared, self.shared._weft_base)
+        if self.rank == self.rng.randrange(self.size):
+            model.weft_engine().forget()
+
+    def operate(self) -> None:
+        """Layers are cut or moved, and options of modules change."""
+        way = self.rng.choice(("cut", "swap", "eps", "scale"))
+        self.say(way)
+        at = self.rng.randrange(8)
+        for model in self.models:
+            base = model if self.head == "Model" else getattr(model, model.base_model_prefix)
+            layers = base.encoder.layer if self.family == "Bert" else base.h if self.family == "GPT2" else base.layers
+            i = at % len(layers)
+            if way == "cut" and len(layers) > 1 and not self.fsdp:
+                del layers[i]
+            elif way == "swap" and len(layers) > 1:
+                layers[0], layers[i] = layers[i], layers[0]
+            elif way == "eps":
+                name = "variance_epsilon" if self.family == "Llama" else "eps"
+                setattr(next(m for m in layers[i].modules() if hasattr(m, name)), name, 0.2)
+            elif way == "scale" and self.family != "Bert":
+                attention = layers[i].attn if self.family == "GPT2" else layers[i].self_attn
+                attention.scaling = 0.3
+            model.config.num_hidden_layers = len(layers)
+            for number, layer in enumerate(layers):
+                if self.family != "Bert":
+                    (layer.attn if self.family == "GPT2" else layer.self_attn).layer_idx = number
+        if way == "cut":
+            self._make_optimisers()
+
+    def copy(self) -> None:
+        """The life goes on with a deep copy, and the original stays as it was."""
+        self.shared = copy.deepcopy(self.shared)
+        if self.alone is not None:
+            self.alone = copy.deepcopy(self.alone)
+        self._make_optimisers()
+
+    def load(self) -> None:
+        """`load_state_dict` of other values, copied or assigned."""
+        assign = self.rng.random() < 0.5
+        self.say(f"assign={assign}")
+        for model in self.models:
+            state = {name: value * 0.9 if value.is_floating_point() else value for name, value in
+                     model.state_dict().items()}  # fmt: skip
+            model.load_state_dict(state, assign=assign)
+            if assign:
+                model.tie_weights()
+        if assign:
+            self._make_optimisers()
+
+    def reshard(self) -> None:
+        """Weights arrive from another model, written into this one's memory."""
+        state = {name: p.detach() * 1.1 for name, p in self.shared.named_parameters()}
+        weft.reshard_state_dict(state, {name: p.detach() for name, p in self.shared.named_parameters()})
+        if self.alone is not None:
+            with torch.no_grad():
+                for p in self.alone.parameters():
+                    p.mul_(1.1)
+
+    def compile(self) -> None:
+        """torch.compile around the model changes nothing."""
+        if self.rng.random() > 0.1:
+            return
+        given, mask, _ = self.inputs()
+        with torch.no_grad():
+            got = torch.compile(self.shared)(**given)
+            if self.alone is not None:
+                self.check_outputs(got, self.alone(**given), mask, "compiled")
+
+    # Text ---------------------------------------------------------------------------------------------------
+
+    def generate(self) -> None:
+        """Token by token what Hugging Face chooses, unless two tokens are equally likely."""
+        rng = self.rng
+        prompts = [[rng.randrange(self.words) for _ in range(rng.randint(1, 12))] for _ in range(rng.randint(1, 4))]
+        new, eos = rng.randint(0, 5), rng.choice(((), rng.randrange(self.words)))
+        got = weft.generate(self.shared, prompts, max_new_tokens=new, eos=eos)
+        if rng.random() < 0.3:
+            drawn = {"temperature": 1.3, "top_k": rng.choice((None, 3)), "top_p": rng.choice((None, 0.7)), "seed": 5}
+            once, twice = (weft.generate(self.shared, prompts, max_new_tokens=2, eos=(), **drawn) for _ in range(2))
+            if once != twice or any(not 0 <= t < self.words for tokens in once for t in tokens):
+                raise AssertionError(f"sampled {once} and then {twice}")
+        if self.alone is None:
+            return
+        for prompt, tokens in zip(prompts, got, strict=True):
+            self._check_tokens(prompt, tokens, new, set() if eos == () else {eos})
+
+    def _check_tokens(self, prompt: list[int], tokens: list[int], most: int, ends: set[Any]) -> None:
+        assert self.alone is not None
+        ended = bool(tokens) and tokens[-1] in ends
+        if len(tokens) > most or (len(tokens) < most and not ended) or any(t in ends for t in tokens[:-1]):
+            raise AssertionError(f"{prompt} was followed by {tokens}, of at most {most} up to {ends}")
+        if not tokens:
+            return
+        with torch.no_grad():
+            logits = self.alone(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        self.close(chosen, logits.max(1).values, f"tokens {tokens} after {prompt}")
+
+    def generate_as_hugging_face(self) -> None:
+        """`model.generate()` on a batch that is padded on the left; its tokens are checked against the plain model."""
+        ids, mask, _ = self.batch(side="left")
+        ids = ids.masked_fill(mask == 0, 0)
+        options = {"attention_mask": mask, "max_new_tokens": 3, "eos_token_id": None, "pad_token_id": 0}
+        way = self.rng.choice(({}, {"use_cache": False}, {"num_beams": 2}))
+        self.say(str(way))
+        model: Any = self.shared
+        if self.fsdp:
+            return  # a step is a call, which gathers anew
+        got = model.generate(ids, do_sample=False, **options, **way)
+        if self.alone is None:
+            return
+        want = self.alone.generate(ids, do_sample=False, **options, **way)
+        if not torch.equal(got, want):
+            if "num_beams" in way:
+                return  # equally likely beams
+            with torch.no_grad():
+                longer = torch.nn.functional.pad(mask, (0, 2), value=1)
+                positions = (longer.cumsum(1) - 1).clamp(min=0)
+                logits = self.alone(got[:, :-1], attention_mask=longer, position_ids=positions).logits[:, -3:]
+            chosen = logits.gather(2, got[:, -3:, None])[..., 0]
+            self.close(chosen, logits.max(2).values, "tokens of generate()")
+
+    def go_on(self) -> None:
+        """A cache of one call, gone on with in others, past the room that it was made with."""
+        ids, mask, _ = self.batch(side="left")
+        more = [self.rng.randint(1, 4) for _ in range(2)]
+        total = ids.shape[1] + sum(more)
+        generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
+        longer = torch.nn.functional.pad(mask, (0, sum(more)), value=1)
+        tokens = torch.cat([ids, torch.randint(1, self.words, (ids.shape[0], sum(more)), generator=generator)], 1)
+        positions = (longer.cumsum(1) - 1).clamp(min=0)
+        at, cache, found = 0, None, []
+        with torch.no_grad():
+            for step in (ids.shape[1], *more):
+                end = at + step
+                out = self.shared(
+                    tokens[:, at:end], attention_mask=longer[:, :end], position_ids=positions[:, at:end],
+                    past_key_values=cache, use_cache=True,
+                )  # fmt: skip
+                cache, at = out.past_key_values, end
+                found.append(out.logits)
+            if self.alone is not None and at == total:
+                want = self.alone(tokens, attention_mask=longer, position_ids=positions).logits
+                self.close(torch.cat(found, 1)[longer.bool()], want[longer.bool()], "going on with a cache")
