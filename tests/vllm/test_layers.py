@@ -35,7 +35,7 @@ def _layer(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_matrix_is_packed_and_freed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: False)
     w, x, bias, original = torch.randn(33, 20).to(dtype), torch.randn(5, 20).to(dtype), torch.randn(33), _Recorder()
     layer = _layer(w, bias.to(dtype))
     matmul.native_dispatch(original)(layer, True)
@@ -68,17 +68,55 @@ def test_others_are_left_alone_with_a_reason(kind: str) -> None:
 
 
 def test_bfloat16_is_left_alone_where_the_cpu_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: True)
     assert "oneDNN" in str(matmul.why_not(_layer(torch.ones(4, 4, dtype=torch.bfloat16))))
     assert matmul.why_not(_layer(torch.ones(4, 4))) is None
 
 
-def test_an_embedding_is_packed_when_it_is_multiplied_with() -> None:
+def _embedding() -> VocabParallelEmbedding:
     layer = VocabParallelEmbedding.__new__(VocabParallelEmbedding)  # a real one needs vLLM's groups
     nn.Module.__init__(layer)
     layer.weight = nn.Parameter(torch.randn(8, 4), requires_grad=False)
     matmul.native_dispatch(_Recorder())(layer, False)
+    return layer
+
+
+def test_an_embedding_is_packed_when_it_is_multiplied_with() -> None:
+    layer, x = _embedding(), torch.randn(3, 4)
     assert layer.cpu_linear._packed is None
-    x = torch.randn(3, 4)
     torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), x @ layer.weight.t())
     assert layer.cpu_linear._packed is not None
+
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "in place": lambda layer: layer.weight.mul_(2),
+    "past the version": lambda layer: layer.weight.data.add_(torch.randn(8, 4)),
+    "another one": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(8, 4), requires_grad=False)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_weight_that_is_kept_is_packed_again_when_it_changed(write: str) -> None:
+    layer, x = _embedding(), torch.randn(3, 4)
+    before = layer.cpu_linear(x, layer.weight, None)
+    first = layer.cpu_linear._packed
+    assert torch.equal(layer.cpu_linear(x, layer.weight, None), before)
+    assert layer.cpu_linear._packed is first
+    with torch.no_grad():
+        WRITES[write](layer)
+    torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), x @ layer.weight.t())
+
+
+def test_a_weight_that_was_freed_and_is_given_again_is_used() -> None:
+    layer, x, other = _layer(torch.randn(8, 4)), torch.randn(3, 4), torch.randn(8, 4)
+    matmul.native_dispatch(_Recorder())(layer, True)
+    layer.weight = nn.Parameter(other, requires_grad=False)
+    torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), x @ other.t())
+
+
+def test_a_weight_that_is_kept_is_not_frozen_into_a_compiled_graph() -> None:
+    layer, x = _embedding(), torch.randn(3, 4)
+    compiled = torch.compile(lambda x: layer.cpu_linear(x, layer.weight, None), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), x @ layer.weight.t())
+    layer.weight.data.mul_(2)
+    torch.testing.assert_close(compiled(x), x @ layer.weight.t())

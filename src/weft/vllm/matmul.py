@@ -7,36 +7,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
+from weft._torch import multiplies_bfloat16
 from weft.kernels import PackedWeight, linear
+from weft.vllm.stamp import Stamp
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear:
-    """What vLLM calls to multiply: x [..., K] -> x w^T + bias [..., N]. It packs on the first call unless told earlier.
+    """What vLLM calls to multiply: x [..., K], weight [N, K] or freed -> x w^T + bias [..., N].
 
-    An embedding is loaded like a linear, and is one where the head is tied to it. To pack it before anybody multiplies
-    with it would cost the memory of a second table for nothing.
+    Most weights are packed when they are loaded, and freed: then the packed copy is the weight, and whoever loads
+    another makes another `PackedLinear`. A head keeps its weight, which may be the embedding's: there a stamp says in
+    every call whether it was written to, and it is packed again. An embedding is loaded like a linear, but is packed
+    when a head first multiplies with it: to pack it earlier would cost the memory of a second table for nothing.
     """
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
+    def __init__(self) -> None:
         self._packed: PackedWeight | None = None
+        self._stamp: Stamp | None = None
 
-    @property
-    def packed(self) -> PackedWeight:
-        """The packed weight, [N, K]."""
-        if self._packed is None:
-            self._packed = PackedWeight.from_dense(self._layer.weight.detach())
-            del self._layer
+    def of(self, weight: Tensor) -> PackedWeight:
+        """The packed form of `weight`, [N, K]; of one that was freed, what it was."""
+        if weight.numel() == 0 and self._packed is not None:
+            return self._packed
+        if self._packed is None or self._stamp is None or not self._stamp.holds([weight]):
+            self._stamp = Stamp.of([weight])  # before it is packed: a write in between must show
+            self._packed = PackedWeight.from_dense(weight.detach())
         return self._packed
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, self.packed, bias=bias)
+        if weight.numel() > 0 and torch.compiler.is_compiling():  # a compiled graph could not ask for its stamp
+            return functional.linear(x, weight, bias)
+        return linear(x, self.of(weight), bias=bias)
 
 
 Dispatch = Callable[[Any, bool], None]
@@ -54,15 +61,19 @@ def native_dispatch(original: Dispatch) -> Dispatch:
         if reason is not None:
             original(layer, remove_weight)
             return
-        layer.cpu_linear = matmul = PackedLinear(layer)
-        if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+        layer.cpu_linear = matmul = PackedLinear()
+        if looks_up_rows(layer):
             return
-        _ = matmul.packed
+        matmul.of(layer.weight)
         if remove_weight:
             layer.weight = Parameter(torch.empty(0, dtype=layer.weight.dtype), requires_grad=False)
 
-    dispatch.is_weft = True  # type: ignore[attr-defined]
     return dispatch
+
+
+def looks_up_rows(layer: Any) -> bool:
+    """Whether it is an embedding, which multiplies only if a head is tied to it."""
+    return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
 
 
 def why_not(layer: Any) -> str | None:
@@ -74,15 +85,11 @@ def why_not(layer: Any) -> str | None:
         return f"its weight is {_name(weight.dtype)}, expected float32 or bfloat16"
     if bias is not None and bias.dtype != weight.dtype:
         return f"its bias is {_name(bias.dtype)} and its weight {_name(weight.dtype)}, expected one type"
-    if weight.dtype == torch.bfloat16 and _multiplies_bfloat16():
+    if weight.dtype == torch.bfloat16 and multiplies_bfloat16():
         return "this CPU multiplies bfloat16 by itself, which oneDNN uses and weft does not"
     if current_platform.is_zen_cpu():
         return "zentorch has matmuls of its own"
     return None
-
-
-def _multiplies_bfloat16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _name(dtype: torch.dtype) -> str:

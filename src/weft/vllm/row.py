@@ -39,7 +39,7 @@ class WindowRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         if not self.input_is_parallel:
             x = split_tensor_along_last_dim(input_, num_partitions=self.tp_size)[self.tp_rank].contiguous()
         bias = None if self.tp_rank > 0 or self.skip_bias_add else self.bias  # once, with the first rank's part
-        weight = self.cpu_linear.packed
+        weight = self.cpu_linear.of(self.weight)
         group = get_tp_group().unique_name
         rows = x.reshape(-1, x.shape[-1])
         if torch.compiler.is_compiling():
