@@ -18,8 +18,8 @@ TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FI
 ORDER = (
     ("errors", "_core", "_torch"),
     ("layout", "timeline"),
-    ("tracing", "cluster"),
     ("comm", "kernels"),
+    ("tracing", "cluster"),
     ("overlap", "reshard", "packed"),
     ("pipeline",),
     ("parallel",),

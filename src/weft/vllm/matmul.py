@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 
 from weft._torch import multiplies_bfloat16
 from weft.kernels import PackedWeight, linear
-from weft.vllm.stamp import Stamp
+from weft.kernels.freshness import Stamp
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
