@@ -60,16 +60,9 @@ class Wires:
             never.wait(what="nothing", timeout=LONGEST_SECONDS)
 
     def break_off(self) -> None:
-        """Ends all waits of this rank, and those of its peers for it, now.
-
-        gloo closes all connections that a rank has in a group when one of its waits runs out of time.
-        """
-        if self.size == 1:
-            return
-        peer = (self.rank + 1) % self.size
+        """Ends all waits of this rank, and those of its peers for it, now."""
         for group in (self.notes, self.up, self.down):
-            with suppress(WeftError):
-                group.recv(torch.empty(1), peer, tag=Line.NOTES.mark(Mark.NEVER)).wait(what="nothing", timeout=0.001)
+            group.break_off()
 
     def close(self, *, together: bool) -> None:
         """Ends the groups; `together` once all ranks are here, since they close connections that others may use."""

@@ -145,8 +145,12 @@ class Pending:
         Of several errors it is the one of a thread that ran out of time: what the others lost, they lost by
         that.
         """
-        for thread in self._threads:
-            thread.join()
+        try:
+            for thread in self._threads:
+                thread.join()
+        except BaseException:  # a signal handler raised, as Ctrl-C does
+            self._give_up()
+            raise
         self._threads = []
         if self._errors:
             raise min(self._errors, key=lambda error: not isinstance(error, PeerTimeout))
@@ -161,9 +165,13 @@ class Pending:
                 self._errors.append(error)
                 first = len(self._errors) == 1
             if first:
-                self._lane.wait.stop.set()
-                self._executor.rings.fail()
-                self._lane.break_off()
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Ends the waits of all threads, and tells the other ranks."""
+        self._lane.wait.stop.set()
+        self._executor.rings.fail()
+        self._lane.break_off()
 
 
 def _ignore(_: int) -> None:

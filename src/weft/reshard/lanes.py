@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from weft import tracing
 from weft.comm import PeerLost, Transfer
-from weft.comm.tags import Line, Mark
 from weft.errors import PeerTimeout, WeftError
 from weft.reshard.parts import Parts, as_flat, pack, reduce_into, unpack
 from weft.reshard.script import Receive, Ring, Send, Take
@@ -109,15 +107,8 @@ class Lane:
             self.recorder.add(kind, name, lane=_LANES[kind], start=start, end=tracing.now(), bytes=self.size(chunk))
 
     def break_off(self) -> None:
-        """Ends the waits of this rank's other threads and of its peers now, not at their deadline.
-
-        gloo closes all connections of a rank when one of its waits runs out of time.
-        """
-        if self.group.size == 1:
-            return
-        peer = (self.group.rank + 1) % self.group.size
-        with suppress(WeftError):
-            self.group.recv(torch.empty(1), peer, tag=Line.RESHARD.mark(Mark.NEVER)).wait(what="nothing", timeout=0.001)
+        """Ends the waits of this rank's other threads and of its peers now, not at their deadline."""
+        self.group.break_off()
 
 
 class Landing:
