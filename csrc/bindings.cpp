@@ -25,14 +25,25 @@ const Kernels& kernels(const std::string& isa) {
   throw nb::value_error(("no kernels for instruction set '" + isa + "' here; this CPU runs:" + names).c_str());
 }
 
+// Runs Python's signal handlers, on its main thread; true where one raised, and its exception is set.
+bool is_interrupted() {
+  nb::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
 int64_t call_linear(const Kernels& k, Address x, int64_t ld_x, Address packed, int dtype, int64_t m, int64_t n,
                     int64_t depth, Address bias, int activation, Address residual, int64_t ld_residual, Address pre,
                     int64_t ld_pre, Address out, int64_t ld_out, int threads, const Schedule& schedule) {
   const Epilogue epilogue{at<void>(bias), at<void>(pre),   ld_pre, at<void>(residual), ld_residual,
                           at<void>(out),  ld_out, static_cast<Activation>(activation)};
   const Tile whole{at<void>(x), ld_x, schedule.x_rows, at<void>(packed), static_cast<DType>(dtype), n, depth, 0, m, 0, n, epilogue};
-  nb::gil_scoped_release release;
-  return linear(k, Linear{whole, schedule, threads});
+  int64_t found;
+  {
+    nb::gil_scoped_release release;
+    found = linear(k, Linear{whole, schedule, threads, is_interrupted});
+  }
+  if (found == kInterrupted) throw nb::python_error();
+  return found;
 }
 
 }  // namespace

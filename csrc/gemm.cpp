@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <thread>
 
 #include "scratch.h"
 #include "signal.h"
@@ -57,17 +58,61 @@ struct Walk {
   Shape tile;
   int64_t cols, tiles;
   std::atomic<int64_t> next{0};
-  std::atomic<int64_t> not_ready{kNotReady};
+  std::atomic<int64_t> stopped{kAllReady};  // why: kInterrupted, or the block that did not come
+  std::atomic<int32_t> begun{0};            // threads that have
+  int32_t ended{0};                         // a counter to sleep on
+  const std::thread::id caller = std::this_thread::get_id();
+
+  bool is_stopped() const { return stopped.load(std::memory_order_relaxed) != kAllReady; }
+
+  void stop(int64_t why) {
+    int64_t none = kAllReady;
+    stopped.compare_exchange_strong(none, why);
+  }
+
+  // Only the calling thread may ask, because Python handles signals there.
+  void look_for_signals() {
+    if (std::this_thread::get_id() == caller && linear.interrupted && linear.interrupted()) stop(kInterrupted);
+  }
+
+  bool wait_for_block(const int32_t* block) {
+    const int64_t end = deadline_after(linear.schedule.timeout);
+    for (;;) {
+      const int64_t slice = std::min(end, deadline_after(kSliceSeconds));
+      if (counter_wait(block, linear.schedule.ready_value, slice)) return true;
+      if (slice == end) return false;
+      look_for_signals();
+      if (is_stopped()) return false;
+    }
+  }
 
   bool wait_for_rows(int64_t m0, int64_t m1) {
     const Schedule& s = linear.schedule;
     for (int64_t block = m0 / s.ready_rows; block * s.ready_rows < m1; ++block) {
-      if (counter_wait(s.ready + block, s.ready_value, deadline_after(s.timeout))) continue;
-      int64_t none = kNotReady;
-      not_ready.compare_exchange_strong(none, block);
+      if (wait_for_block(s.ready + block)) continue;
+      stop(block);
       return false;
     }
     return true;
+  }
+
+  // The calling thread is back first where another one waits for rows: it must not go deaf at the end of the region.
+  // A thread that begins only now finds no tile left.
+  void wait_for_others() {
+    for (;;) {
+      const int32_t others = begun.load() - 1;  // without this one
+      if (counter_read(&ended) >= others) return;
+      if (!counter_wait(&ended, others, deadline_after(kSliceSeconds))) look_for_signals();
+    }
+  }
+
+  void run_and_listen() {
+    begun.fetch_add(1);
+    run();
+    if (std::this_thread::get_id() == caller)
+      wait_for_others();
+    else
+      counter_add(&ended, 1);
   }
 
   // A caller's tile may exceed what scratch and caches take: then it is computed in parts.
@@ -98,7 +143,7 @@ struct Walk {
       one.m0 = t / cols * tile.m, one.m1 = std::min(one.m0 + tile.m, linear.whole.m1);
       one.n0 = t % cols * tile.n, one.n1 = std::min(one.n0 + tile.n, linear.whole.n1);
       if (s.tile_out) place(one, t);
-      if (not_ready.load(std::memory_order_relaxed) != kNotReady) return;
+      if (is_stopped()) return;
       if (s.ready && !wait_for_rows(one.m0, one.m1)) return;
       compute(one, scratch);
       if (s.done) counter_add(s.done + s.group_of[t], 1, s.group_size[s.group_of[t]]);
@@ -128,7 +173,7 @@ struct ByPanel {
 
 int64_t linear(const Kernels& kernels, const Linear& job) {
   const int64_t m = job.whole.m1, n = job.whole.n1;
-  if (m == 0 || n == 0) return kNotReady;
+  if (m == 0 || n == 0) return kAllReady;
   Shape tile = choose_tile(kernels, m, n, job.threads);
   if (job.schedule.tile_m > 0) tile = {job.schedule.tile_m, job.schedule.tile_n};
   const int64_t cols = ceil_div(n, tile.n), tiles = ceil_div(m, tile.m) * cols;
@@ -136,8 +181,11 @@ int64_t linear(const Kernels& kernels, const Linear& job) {
   const Parts parts(kernels, job.whole, tile);
   ThreadScratch memory(parts.floats(), threads);
   Walk walk{kernels, job, parts, memory, tile, cols, tiles};
-  parallel(threads, [](void* arg) { static_cast<Walk*>(arg)->run(); }, &walk);
-  return walk.not_ready.load();
+  if (job.schedule.ready)
+    parallel(threads, [](void* arg) { static_cast<Walk*>(arg)->run_and_listen(); }, &walk);
+  else
+    parallel(threads, [](void* arg) { static_cast<Walk*>(arg)->run(); }, &walk);
+  return walk.stopped.load();
 }
 
 int64_t packed_elements(const Kernels& kernels, int64_t n, int64_t k) {

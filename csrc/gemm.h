@@ -17,7 +17,7 @@ struct Schedule {
   const int32_t* ready;        // one counter for each block of `ready_rows` rows of x
   int64_t ready_rows;
   int32_t ready_value;         // a tile starts when its blocks have reached this
-  double timeout;              // seconds to wait for one block
+  double timeout;              // seconds to wait for one block; a signal is heard within kSliceSeconds
   const int64_t* x_rows;       // the address of each row of x, when they do not lie a stride apart
   const int64_t* tile_out;     // the address of each tile's first element, when tiles do not lie in one matrix
   const int64_t* tile_ld;      // and the distance of its rows, in elements
@@ -27,11 +27,13 @@ struct Linear {
   Tile whole;  // m0 = n0 = 0, m1 = M, n1 = N
   Schedule schedule;
   int threads;
+  bool (*interrupted)();  // asked on the calling thread while rows are waited for; true ends the call
 };
 
-constexpr int64_t kNotReady = -1;
+constexpr int64_t kAllReady = -1, kInterrupted = -2;
+constexpr double kSliceSeconds = 0.1;
 
-// Returns kNotReady when all tiles were computed, otherwise the block of rows that did not become ready in time.
+// Returns kAllReady when all tiles were computed, kInterrupted, or the block of rows that did not become ready in time.
 int64_t linear(const Kernels&, const Linear&);
 
 int64_t packed_elements(const Kernels&, int64_t n, int64_t k);

@@ -1,5 +1,7 @@
 """Tile schedules: signals as groups finish, tiles that wait for their input, and what is refused."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -103,6 +105,53 @@ def test_input_that_never_arrives_ends_the_call(case, threads):
     wait = Ready(ready.tensor, rows=HALF, timeout=0.05, what="rows from rank 1")
     with pytest.raises(PeerTimeout, match=r"waited 0\.05 s for rows from rank 1, block 1"):
         linear(x, packed, ready=wait, schedule=TileSchedule(TILING), threads=threads)
+
+
+class Interrupted:
+    """A matmul whose lower rows never come by themselves; a signal does, when all tiles of the upper ones are done."""
+
+    def __init__(self, threads):
+        self.ready, self.done, self.threads = Counters(2), Counters(2), threads
+        self.ready.add(0)
+        upper = TILING.count // 2
+        self.schedule = TileSchedule(TILING, group_of=[0] * upper + [1] * upper)
+
+    def run(self, x, packed, handler):
+        def send():
+            self.done.wait(0, TILING.count // 2, timeout=30.0, what="the upper tiles")
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        before = signal.signal(signal.SIGUSR1, lambda *_: handler())
+        sender = in_thread(send)
+        try:
+            wait = Ready(self.ready.tensor, rows=HALF, timeout=30)
+            return linear(
+                x, packed, ready=wait, schedule=self.schedule, done=self.done.tensor, threads=self.threads
+            )  # fmt: skip
+        finally:
+            sender()
+            signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_signal_is_handled_while_rows_are_awaited(case, threads):
+    """The handler is the one who lets the rows come: a deaf call would wait for them until its deadline."""
+    x, packed, want = case
+    interrupted = Interrupted(threads)
+    assert torch.equal(interrupted.run(x, packed, lambda: interrupted.ready.add(1)), want)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_a_signal_handler_raises_ends_the_matmul(case, threads):
+    x, packed, _ = case
+    interrupted = Interrupted(threads)
+
+    def handler():
+        raise KeyboardInterrupt("heard")
+
+    with pytest.raises(KeyboardInterrupt, match="heard"):
+        interrupted.run(x, packed, handler)
+    assert interrupted.done.read(1) == 0
 
 
 def test_ready_without_a_schedule(case):

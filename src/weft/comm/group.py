@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed import ProcessGroup, Work
 
 from weft.comm.deadline import Deadline
 from weft.comm.hosts import hosts_of
+from weft.comm.listen import listening
 from weft.comm.tags import CLAIM_BYTES, DEFAULT_TAG, FIRST_TAG, Lease, Line, Mark, Tag, ledger_of, turn
 from weft.comm.tell import MOST_BYTES, swap, tell
 from weft.errors import PeerLost, PeerMismatch, PeerTimeout, WeftError
@@ -41,28 +43,35 @@ class Transfer:
     without waiting for it, so there is no test for completion.
     """
 
-    def __init__(self, work: Work | None, *, route: str, timeout: float) -> None:
-        self._work = work
-        self._route = route
-        self._timeout = timeout
+    def __init__(self, work: Work | None, group: Group, *, route: str) -> None:
+        self._work, self._group, self._route = work, group, route
+        self._is_interrupted = False
 
     def wait(self, *, what: str, timeout: float | None = None) -> None:
         """Returns when the tensor may be used again (sent) or holds the message (received).
 
         `PeerTimeout` after `timeout` seconds (the group's own if not given), `PeerLost` when the connection
         closed; both say `what`, the direction and the peer. Waiting again for a finished transfer returns at
-        once.
+        once. A signal handler that raises (Ctrl-C) ends the wait, and breaks the group off.
         """
-        self.wait_until(Deadline.after(self._timeout if timeout is None else timeout), what=what)
+        self.wait_until(Deadline.after(self._group.timeout if timeout is None else timeout), what=what)
 
     def wait_until(self, deadline: Deadline, *, what: str) -> None:
         """`wait` with a deadline that several transfers share."""
-        if self._work is None:
-            return
+        if self._is_interrupted:
+            raise PeerLost(f"{what} ({self._route}): an earlier wait was interrupted; a new process group is needed")
+        if self._work is not None:
+            listening(partial(self._wait, self._work, deadline, what), on_interrupt=self._interrupt)
+
+    def _interrupt(self) -> None:
+        self._is_interrupted = True
+        self._group.break_off()
+
+    def _wait(self, work: Work, deadline: Deadline, what: str) -> None:
         # Rounded up, and 1 at least: gloo counts milliseconds, and takes 0 for its own default.
         milliseconds = max(1, math.ceil(1000 * deadline.left()))
         try:
-            self._work.wait(timedelta(milliseconds=milliseconds))
+            work.wait(timedelta(milliseconds=milliseconds))
         except RuntimeError as error:
             if deadline.left() == 0.0:
                 raise PeerTimeout(f"{what} ({self._route})", seconds=deadline.seconds) from error
@@ -143,6 +152,16 @@ class Group:
         """Returns when all ranks are here; `PeerMismatch` when one of them is at an `agree` instead."""
         self.agree("barrier", what, timeout=timeout, line=line)
 
+    def break_off(self) -> None:
+        """Ends all waits of this rank in the process group, and those of its peers for it, now: it is unusable then.
+
+        gloo closes all connections that a rank has in a group when one of its waits runs out of time.
+        """
+        if self.size > 1:
+            with suppress(WeftError):
+                never = self.recv(torch.empty(1), (self.rank + 1) % self.size, tag=self.line.mark(Mark.NEVER))
+                never.wait(what="nothing", timeout=0.001)
+
     def _agree(self, what: str, value: str, line: Line, deadline: Deadline) -> list[bytes]:
         """Compares, and returns what each rank claims of the line's tags."""
         mine = f"{what}: {value}".encode()
@@ -180,9 +199,9 @@ class Group:
     # as the message itself where it is short.
     def _start(self, call: Callable[..., Work], data: Tensor, peer: int, tag: int, route: str) -> Transfer:
         if data.numel() == 0:
-            return Transfer(None, route=route, timeout=self.timeout)
+            return Transfer(None, self, route=route)
         try:
-            return Transfer(call([data], peer, tag), route=route, timeout=self.timeout)
+            return Transfer(call([data], peer, tag), self, route=route)
         except RuntimeError as error:
             raise _lost(route, error) from error
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft.comm.deadline import Deadline
+from weft.comm.listen import listening
 from weft.comm.rendezvous import meeting
 from weft.comm.tags import Tag
 from weft.errors import PeerMismatch
@@ -45,6 +46,8 @@ class Endpoint(Protocol):
     def send(self, tensor: Tensor, dst: int, *, tag: int) -> Arrival: ...
 
     def recv(self, tensor: Tensor, src: int, *, tag: int) -> Arrival: ...
+
+    def break_off(self) -> None: ...
 
 
 def tell(
@@ -99,8 +102,12 @@ def swap_tensors(
     peers = [rank for rank in range(group.size) if rank != group.rank]
     transfers = [group.recv(incoming[peer], peer, tag=tag) for peer in peers]
     transfers += [group.send(outgoing[peer], peer, tag=tag) for peer in peers]
-    for transfer in transfers:
-        transfer.wait_until(deadline, what=what)
+
+    def wait() -> None:
+        for transfer in transfers:
+            transfer.wait_until(deadline, what=what)
+
+    listening(wait, on_interrupt=group.break_off)
 
 
 def tell_all(what: str, mine: Any, *, group: ProcessGroup | None, timeout: float, most: int = MOST_BYTES) -> list[Any]:

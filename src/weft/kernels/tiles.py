@@ -119,8 +119,8 @@ def _short(values: Tensor) -> str:
 class Ready:
     """Which rows of x have arrived: counter i covers rows [i * rows, (i + 1) * rows) and is there when >= value.
 
-    A tile starts when all counters of its rows are there; each is waited for at most `timeout` seconds, during which
-    the call cannot be interrupted, and the error then names `what`.
+    A tile starts when all counters of its rows are there; each is waited for at most `timeout` seconds, and the error
+    then names `what`. Signals are handled meanwhile: Ctrl-C ends the call.
     """
 
     counters: Tensor

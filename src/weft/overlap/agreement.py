@@ -27,6 +27,7 @@ from torch import Tensor
 from weft.comm import Counters, Group, Transfer, Window
 from weft.comm.deadline import Deadline
 from weft.comm.group import differences
+from weft.comm.listen import listening
 from weft.comm.tags import Mark
 from weft.comm.tell import swap_tensors
 from weft.errors import PeerMismatch
@@ -119,8 +120,7 @@ class Agreement:
             left = max(deadline.left(), 1e-3)
             self._counters[rank].wait(0, posted.number, timeout=left, what=f"rank {rank} at {what}")
             told.append(bytes(self._slots[rank][self._slot(posted.number)]))
-        for transfer in posted.transfers:
-            transfer.wait_until(deadline, what=what)
+        self._wait(posted.transfers, deadline, what)
         told += [bytes(t.numpy()) for t in posted.theirs]
         mine = _digest(posted.said.text)
         if any(other != mine for other in told):
@@ -135,6 +135,14 @@ class Agreement:
         if questions[0] is not None and len(set(questions)) == 1:
             return PlansDiffer(plans[0])
         return PeerMismatch(differences([f"overlap: {text}" for text in texts]))
+
+    def _wait(self, transfers: tuple[Transfer, ...], deadline: Deadline, what: str) -> None:
+        def wait() -> None:
+            for transfer in transfers:
+                transfer.wait_until(deadline, what=what)
+
+        if transfers:
+            listening(wait, on_interrupt=self._group.break_off)
 
     @staticmethod
     def _slot(number: int) -> slice:

@@ -58,8 +58,8 @@ def resolve(context: Context, call: Call, asked: Asked) -> tuple[OverlapPlan, st
     if plan_or_none is None:
         # A rank with a plan of its own is about to meet with another text, so nobody waits for it here.
         none = Statement(f"{call.question()} plan=none yet", call.question)
-        context.agreement.meet(none, deadline=call.deadline)
         call.begun = True
+        context.agreement.meet(none, deadline=call.deadline)
         plan_or_none = context.planner.make(*asked.shape)
     call.plan = plan_or_none
     return plan_or_none, call_text(plan_or_none, bias=asked.bias)

@@ -101,8 +101,10 @@ class Context:
             except PeerMismatch:
                 raise  # on all ranks, and before any byte moved
             except BaseException as error:
-                if not isinstance(error, ValueError) or call.posted is not None or call.agreed or call.begun:
+                if call.begun or not isinstance(error, ValueError):
                     self._failure = f"{type(error).__name__}: {error}"
+                if call.begun:
+                    self.group.break_off()  # so that nobody, on no rank and no thread, waits for what will not come
                 raise
         finally:
             self._turn.release()
@@ -116,6 +118,7 @@ class Context:
     def post(self, call: Call, text: str) -> None:
         """Tells all ranks what this one will do; `meet` hears from them."""
         if not call.agreed and call.posted is None:
+            call.begun = True
             call.posted = self.agreement.post(Statement(text, call.question, call.plan))
 
     def meet(self, call: Call, text: str) -> None:

@@ -62,11 +62,11 @@ class IncomingCall(Running):
         self.inbox = self._inbox(self.context.rank) if gathered is None or self.shared else gathered
         self.outbox = view(self.call.bank.shared(self.context.rank), self.dtype, 0, self.program.x_rows, self.plan.k)
         one_host = self.plan.topology.count == 1
-        job, sent = None, []
+        job, sent = None, list[tuple[SendRows, float, Transfer]]()
         if one_host:
             self._run_one_host(x)
         elif self.plan.sequential:
-            sent = self._receive(x)
+            self.listening(lambda: sent.extend(self._receive(x)))
             self._wait_for_rows()
         else:
             on_error = partial(self._poison, self.call.bank.counters(self.context.rank))
@@ -80,7 +80,8 @@ class IncomingCall(Running):
             job.check()
         if gathered is not None:
             self._keep(blocks, gathered)
-        self._wait_for_sends(sent)
+        if sent:
+            self.listening(lambda: self._wait_for_sends(sent))
         if job is not None:
             job.join(seconds=self.patience())
 

@@ -111,8 +111,15 @@ class OutgoingCall(Running):
         sent = self._start_sends()
         if meanwhile is not None:
             meanwhile()
-        self._finish_all(bias, out)
-        self._wait_for_sends(sent)
+
+        def finish() -> None:
+            self._finish_all(bias, out)
+            self._wait_for_sends(sent)
+
+        if sent or self.transfers:
+            self.listening(finish)
+        else:
+            finish()
 
     def _run_beside(
         self, matmul: Callable[[], None], bias: Tensor | None, out: Tensor, meanwhile: Callable[[], None] | None
@@ -126,7 +133,7 @@ class OutgoingCall(Running):
             meanwhile()
         try:
             if finish is None:
-                self._finish_after(job, bias, out)
+                self.listening(lambda: self._finish_after(job, bias, out))
             else:
                 finish.join(seconds=self.patience())
         except PeerTimeout:
@@ -182,7 +189,7 @@ class OutgoingCall(Running):
     # Finishing ----------------------------------------------------------------------------------------------
 
     def _finish_after(self, job: Job, bias: Tensor | None, out: Tensor) -> None:
-        job.wait_until_agreed()
+        job.wait_until_agreed(seconds=self.patience())
         self._finish_all(bias, out)
 
     def _finish_all(self, bias: Tensor | None, out: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import version
 from types import TracebackType
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from weft import tracing
 from weft.comm import Transfer
+from weft.comm.listen import listening
 from weft.errors import PeerLost
 from weft.overlap.choose import predict_plan
 from weft.overlap.context import Call, Context
@@ -70,6 +72,10 @@ class Running:
     def patience(self) -> float:
         """Seconds within which a thread of this call must have ended, whatever happens."""
         return self.call.deadline.left() + _GRACE_SECONDS
+
+    def listening(self, wait: Callable[[], None]) -> None:
+        """Calls `wait`, which waits for messages, such that signals are heard."""
+        listening(wait, on_interrupt=self.context.group.break_off)
 
     def record(
         self, kind: Kind, name: str, lane: str, start: float, *, nbytes: int | None = None, flops: float | None = None

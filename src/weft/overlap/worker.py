@@ -39,9 +39,10 @@ class Job:
         """The job says that all ranks are here."""
         self._agreed.set()
 
-    def wait_until_agreed(self) -> None:
-        """Returns when all ranks are here; raises what stopped the job before."""
-        self._agreed.wait()
+    def wait_until_agreed(self, *, seconds: float) -> None:
+        """Returns when all ranks are here; raises what stopped the job before. `seconds` as in `join`."""
+        if not self._agreed.wait(seconds):
+            raise PeerTimeout("the communication thread to hear from all ranks", seconds=seconds)
         self.check()
 
     def check(self) -> None:
@@ -71,7 +72,8 @@ class Worker:
     def start(self, work: Callable[[Job], None], *, on_error: Callable[[], None] = lambda: None) -> Job:
         """Hands over a job and returns at once; `on_error` runs in the thread when the job raises."""
         job = Job(work, on_error)
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # after a fork it is not
+            self._jobs = queue.SimpleQueue()
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
         self._jobs.put(job)
