@@ -151,7 +151,8 @@ class Program:
 
     def start(self) -> None:
         """A reshard that is left under way; its source is spoiled at once."""
-        move, options, mode = random_move(self.both, self.hosts), random_options(self.both), self.both.choice(MODES)
+        move = random_move(self.both, self.hosts, large=self.both.random() < 0.3)
+        options, mode = random_options(self.both), self.both.choice(MODES)
         with mode_of(mode):
             source = self._given(move)
             handle = self._reshard(source, move, async_op=True, **options)

@@ -82,15 +82,23 @@ def random_layout(chance: random.Random, mesh: Mesh, shape: Sequence[int], op: s
 
 
 def random_move(
-    chance: random.Random, hosts: Sequence[int], name: str = "tensor", *, floating: bool = False, ordered: bool = False
+    chance: random.Random,
+    hosts: Sequence[int],
+    name: str = "tensor",
+    *,
+    floating: bool = False,
+    ordered: bool = False,
+    large: bool = False,
 ) -> Move:
     """Any tensor from any mesh and layout to any other; of a type with gradients if `floating`.
 
-    `ordered` lets the destination's axes cut in any order, which only a Layout can say.
+    ordered: the destination's axes may cut in any order, which only a Layout can say
+    large:   it takes a while, so that what comes next runs beside it
     """
     types = [each for each in TYPES if each.is_floating_point and each.itemsize > 1] if floating else TYPES
     dtype, other, op = chance.choice(types), None, None
     shape = tuple(chance.choice(SIZES) for _ in range(chance.randint(0, 3)))
+    shape = (chance.choice([257, 300, 512]), chance.choice([300, 511])) if large else shape
     if chance.random() < 0.3 and dtype != torch.float8_e4m3fn:
         ops = [each for each in REDUCE if why_not_reduced(dtype, each) is None and (each in LINEAR or not floating)]
         op = chance.choice(ops) if ops else None
