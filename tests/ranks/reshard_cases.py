@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -86,14 +86,26 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.full((size,), 99, dtype=torch.uint8).view(dtype).view(shape)
 
 
-def shards_of(spec: TensorSpec, seed: int) -> dict[int, torch.Tensor]:
+def shards_of(spec: TensorSpec, seed: int, make: Callable[..., torch.Tensor] = values) -> dict[int, torch.Tensor]:
     """The source's shards of all ranks; each term is another tensor."""
     found: dict[int, torch.Tensor] = {}
     cells = spec.src.holders(len(spec.shape))
     for term in range(cells.shape[1]):
-        parts = shard(values(spec.shape, spec.dtype, 1000 * seed + term), spec.src)
+        parts = shard(make(spec.shape, spec.dtype, 1000 * seed + term), spec.src)
         found |= {int(rank): parts[int(rank)].clone() for rank in cells[:, term].reshape(-1)}
     return found
+
+
+def random_shards(spec: TensorSpec, seed: int) -> dict[int, torch.Tensor]:
+    """`shards_of` with fractions where the type has them, so that the order of a sum is seen in its bits."""
+    return shards_of(spec, seed, _fractions)
+
+
+def _fractions(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return values(shape, dtype, seed)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.randn(shape, dtype=wide, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def expected(spec: TensorSpec, seed: int) -> dict[int, torch.Tensor]:

@@ -18,8 +18,12 @@ Tie = tuple[str, str]
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """This rank's memory of a tensor or DTensor, without its graph; a collective that still writes it is waited for."""
-    local = settled(local_tensor(tensor)).detach()
+    """This rank's memory of a tensor or DTensor, without its graph; a collective that still writes it is waited for.
+
+    What is not its memory as it stands (zeros without any, conjugates and negatives that are yet to be computed) is
+    made.
+    """
+    local = settled(local_tensor(tensor)).detach().resolve_conj().resolve_neg()
     return local if has_memory(local) else local.clone()
 
 
@@ -49,6 +53,8 @@ def check_target(name: str, tensor: object) -> None:
             f"destination {name!r} has strides {local.stride()} for shape {tuple(local.shape)}: several elements share "
             "memory, expected a place for each; give a clone()"
         )
+    if local.is_conj() or local.is_neg():
+        raise ValueError(f"destination {name!r} is a conjugate or negative of its memory, expected the memory itself")
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         raise ValueError(
             f"destination {name!r} is the result of operations that are recorded for gradients, expected one that is "
