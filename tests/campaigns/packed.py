@@ -142,7 +142,8 @@ def one_call(r: Random, patient: Patient, family: str, head: str, tally: dict[st
         call["use_cache"] = False  # a row of several texts is one to Hugging Face's cache
     if "return_dict" in call and family in parts.DECODERS:
         call["use_cache"] = False
-    what = f"{mode} { ({k: list(v.shape) if isinstance(v, torch.Tensor) else v for k, v in call.items()}) } real {real.sum(1).tolist()}"
+    shown = {k: list(v.shape) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+    what = f"{mode} {shown} real {real.sum(1).tolist()}"
     state = torch.get_rng_state()
     try:
         want = answer(model, dict(call), real, "no_grad" if mode == "autocast" else mode)
@@ -191,14 +192,15 @@ def also(
             t.join()
         if len(found) != 2 or any(not torch.equal(f[k], got[k]) for f in found for k in got if f[k].isfinite().all()):
             raise Wrong("two threads at once get something else")
-    elif set(call) <= {"input_ids", "attention_mask", "use_cache"} and head in ("Model", "LMHeadModel", "ForCausalLM"):
-        if bool((real[:, 1:] <= real[:, :-1]).all()):  # columns count as in a list of texts
-            batch = PackedBatch.from_list([row[kept] for row, kept in zip(call["input_ids"], real, strict=True)])
-            with torch.no_grad():
-                output = patient.packed(batch)
-            key = "last_hidden_state" if head == "Model" else "logits"
-            if not torch.equal(output[key], got[f"{key}.0"]):
-                raise Wrong("a PackedBatch gives something else than the padded call")
+        return
+    is_plain = set(call) <= {"input_ids", "attention_mask", "use_cache"} and bool((real[:, 1:] <= real[:, :-1]).all())
+    if is_plain and head in ("Model", "LMHeadModel", "ForCausalLM"):  # columns count as in a list of texts
+        batch = PackedBatch.from_list([row[kept] for row, kept in zip(call["input_ids"], real, strict=True)])
+        with torch.no_grad():
+            output = patient.packed(batch)
+        key = "last_hidden_state" if head == "Model" else "logits"
+        if not torch.equal(output[key], got[f"{key}.0"]):
+            raise Wrong("a PackedBatch gives something else than the padded call")
 
 
 def run_case(r: Random, tally: dict[str, int]) -> None:

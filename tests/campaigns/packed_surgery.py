@@ -188,9 +188,8 @@ def modes(r: Random, patient: Patient) -> Undo:
         module.p = 0.5
         module.eval()
     for module in parts.base_of(model).modules():  # attention takes the probability, but its own mode
-        if type(module).__name__.endswith("Attention") and r.random() < 0.5:
-            module.eval()
-        elif any(d in dropouts and d.p for d in module.children()) and type(module).__name__.endswith("Attention"):
+        drops = any(d in dropouts and d.p for d in module.children())
+        if type(module).__name__.endswith("Attention") and (drops or r.random() < 0.5):
             module.eval()
     if r.random() < 0.4:
         packed.gradient_checkpointing_enable()
