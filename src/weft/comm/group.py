@@ -159,7 +159,8 @@ class Group:
         """
         if self.size > 1:
             with suppress(WeftError):
-                never = self.recv(torch.empty(1), (self.rank + 1) % self.size, tag=self.line.mark(Mark.NEVER))
+                nothing = torch.empty(1, device="cpu")
+                never = self.recv(nothing, (self.rank + 1) % self.size, tag=self.line.mark(Mark.NEVER))
                 never.wait(what="nothing", timeout=0.001)
 
     def _agree(self, what: str, value: str, line: Line, deadline: Deadline) -> list[bytes]:
@@ -174,17 +175,6 @@ class Group:
             texts = tell(self, mine[:MOST_BYTES], tag=line.mark(Mark.TEXT), deadline=deadline, what=about)
             raise PeerMismatch(differences([as_text(text, about, rank) for rank, text in enumerate(texts)]))
         return [word[_DIGEST_BYTES:] for word in words]
-
-    def break_off(self) -> None:
-        """Ends all waits of this rank in the group, and those of its peers for it, now and not at their deadlines.
-
-        gloo closes all connections that a rank has in a group when one of its waits runs out of time.
-        """
-        if self.size == 1:
-            return
-        with suppress(WeftError):
-            never = self.recv(torch.empty(1, device="cpu"), (self.rank + 1) % self.size, tag=self.line.mark(Mark.NEVER))
-            never.wait(what="nothing", timeout=0.001)
 
     def _check(self, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
