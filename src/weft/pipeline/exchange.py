@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from weft import tracing
+from weft.comm.deadline import Deadline
+from weft.comm.tags import Line
+from weft.comm.tell import swap_tensors
 from weft.errors import LONGEST_SECONDS, PeerMismatch
 from weft.pipeline.cells import Cell, Gate
 from weft.pipeline.channel import Channel, Way
@@ -140,16 +143,20 @@ class Exchange:
 
     def _gather_shape(self, way: Way, local: tuple[int, ...], dtype: torch.dtype, index: int) -> tuple[int, ...]:
         """The whole shape, from all ranks of the stage."""
-        me, wires = self._context.rank, self._context.wires
-        others = [rank for rank in way.src.mesh.ranks if rank != me]
-        number = self._context.first_shape_note + index
+        wires, ranks = self._context.wires, way.src.mesh.ranks
         note = Header(self._step, self._train, dtype, local).to_tensor()
-        notes = {rank: torch.empty(LENGTH, dtype=torch.int64) for rank in others}
-        transfers = [wires.receive_note(notes[rank], rank, number) for rank in others]
-        transfers += [wires.send_note(note, rank, number) for rank in others]
-        for transfer in transfers:
-            transfer.wait(what=f"the shape of {way.name}", timeout=LONGEST_SECONDS)
-        shards = {rank: Header.from_tensor(theirs).shape for rank, theirs in notes.items()} | {me: local}
+        notes = {wires.member(rank): torch.empty(LENGTH, dtype=torch.int64) for rank in ranks}
+        notes[wires.rank] = note
+        swap_tensors(
+            wires.notes,
+            dict.fromkeys(notes, note),
+            notes,
+            tag=Line.NOTES.data(self._context.first_shape_note + index),
+            deadline=Deadline.after(LONGEST_SECONDS),
+            what=f"the shape of {way.name}",
+            ranks=notes,
+        )
+        shards = {rank: Header.from_tensor(notes[wires.member(rank)]).shape for rank in ranks}
         return whole_shape(way.src, shards, way.name)
 
     def _send(self, leg: Leg, tensor: Tensor) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from weft.errors import PeerMismatch
 from weft.layout import Layout
 
 _DTYPES = (
@@ -25,6 +27,7 @@ _DTYPES = (
     torch.complex128,
 )
 _MOST_DIMS = 8
+_MOST_BYTES = 1 << 42  # of a tensor that is believed to be on its way
 _FIXED = 4
 LENGTH = _FIXED + _MOST_DIMS
 
@@ -60,9 +63,17 @@ class Header:
         >>> header = Header(3, True, torch.bfloat16, (2, 5))
         >>> Header.from_tensor(header.to_tensor()) == header
         True
+
+        `PeerMismatch` for numbers that say nothing of a tensor: memory is taken by them.
         """
         step, train, dtype, ndim, *sizes = numbers.tolist()
-        return cls(step, bool(train), _DTYPES[dtype], tuple(sizes[:ndim]))
+        shape = tuple(sizes[:ndim])
+        known = train in (0, 1) and 0 <= dtype < len(_DTYPES) and 0 <= ndim <= _MOST_DIMS
+        if not known or not all(0 <= size <= _MOST_BYTES for size in shape):
+            raise PeerMismatch(f"another rank announces a tensor by {numbers.tolist()}, which is none")
+        if math.prod(shape) * _DTYPES[dtype].itemsize > _MOST_BYTES:
+            raise PeerMismatch(f"another rank announces a tensor of shape {shape}, expected up to {_MOST_BYTES} bytes")
+        return cls(step, bool(train), _DTYPES[dtype], shape)
 
 
 def is_cut(layout: Layout) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.cluster import Cluster
 from weft.comm import Group
-from weft.comm.deadline import Deadline
+from weft.comm.deadline import RESHARD, Deadline
 from weft.comm.tags import Line, turn
 from weft.layout import Layout, Mesh
 from weft.reshard.autograd import move
@@ -30,7 +30,6 @@ from weft.reshard.dtensor import layout_of, layout_of_dtensor, to_dtensor
 from weft.reshard.execute import DEFAULT_STAGING
 from weft.reshard.job import Job, Options
 
-DEFAULT_TIMEOUT = 60.0
 _NAME = "tensor"
 
 
@@ -47,7 +46,7 @@ def reshard(
     strategy: str = "optimal",
     chunk_bytes: int | None = None,
     max_staging_bytes: int = DEFAULT_STAGING,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
     async_op: bool = False,
 ) -> Any:
     """Moves a tensor to another mesh and layout. Collective over `group`, the default group unless told.
@@ -58,6 +57,7 @@ def reshard(
             the destination gets an empty tensor
     dtype:  the result's; the source's unless told
     out:    a DTensor or shard to write into, of the right shape and dtype
+    timeout: seconds to wait for another rank; 60, and 300 in the first call on a group, when ranks may still load
 
     Differentiable if `tensor` requires a gradient; then every rank must call backward on (a function of) its
     result, also where that is empty. `async_op=True` returns a `Handle`; its result is not differentiable.
@@ -89,7 +89,7 @@ def reshard_state_dict(
     strategy: str = "optimal",
     chunk_bytes: int | None = None,
     max_staging_bytes: int = DEFAULT_STAGING,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
     async_op: bool = False,
 ) -> Any:
     """Moves a whole model in one plan, such as a trainer's weights to the inference mesh. Collective.
@@ -99,6 +99,7 @@ def reshard_state_dict(
            that knows nothing of the destination
     out:   name -> local shard to write into
     dtype: floating tensors are cast to it; `cast` casts each to the dtype of the tensor it is written into
+    timeout: as in `reshard`
 
     Returns name -> tensor for what this rank has of the destination, or a `Handle`. Not differentiable.
     """
@@ -115,10 +116,11 @@ def reshard_state_dict(
     return job.start(finish) if async_op else finish(job.run(progress=progress))
 
 
-def _group(group: ProcessGroup | Group | None, timeout: float) -> Group:
+def _group(group: ProcessGroup | Group | None, timeout: float | None) -> Group:
     if isinstance(group, Group):
         return group
-    return Group(dist.group.WORLD if group is None else group, timeout=timeout)  # type: ignore[arg-type]
+    pg: Any = dist.group.WORLD if group is None else group
+    return Group(pg, timeout=RESHARD.of(timeout, pg))
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from weft.comm.deadline import TRAIN
 from weft.train.text import VOCABULARY
 
 # name: layers, hidden, heads, key/value heads, MLP
@@ -50,7 +51,7 @@ class Job:
     every: int = 10
     keep: int = 2
     resume: bool = False
-    timeout: float = 60.0
+    timeout: float = TRAIN.seconds
 
     @property
     def ranks(self) -> int:
