@@ -12,10 +12,12 @@ from torch import Tensor
 from torch._C import DispatchKey, _dispatch_keys, _functorch, _get_tracing_state
 from torch._C._dynamo import eval_frame
 from torch._guards import detect_fake_mode
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 from torch.nn import Parameter
 from torch.nn.modules import module as _module
+from torch.utils import _python_dispatch
 
 if TYPE_CHECKING:  # its import takes as long as torch's own, and not everybody has DTensors
     from torch.distributed.tensor import DTensor
@@ -153,6 +155,23 @@ def in_functorch() -> bool:
 def is_tracing() -> bool:
     """Whether torch.jit.trace records what is computed."""
     return _get_tracing_state() is not None
+
+
+def is_transformed() -> bool:
+    """Whether a dispatch mode, a tracer, forward-mode gradients or a transform of torch.func is active."""
+    return is_counting() or is_tracing() or forward_ad._current_level >= 0 or in_functorch()
+
+
+def is_counting() -> bool:
+    """Whether any dispatch mode is active."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def flop_registries() -> list[dict[Any, Any]]:
+    """The formulas of every active `FlopCounterMode`, by op: it copies torch's table when it is made."""
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    found = [getattr(getattr(mode, "counter", None), "flop_registry", None) for mode in modes]
+    return [registry for registry in found if isinstance(registry, dict)]
 
 
 def without_compile(function: Callable[..., Any], reason: str) -> Callable[..., Any]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.comm.deadline import COMMAND
+
 if TYPE_CHECKING:
     from weft.train import Job, Trained
-
-_TIMEOUT = 600.0
 
 
 def train_demo(
@@ -48,7 +48,7 @@ def train_demo(
     _check(job, html_file)
     with Cluster(hosts=hosts, devices=devices, gbps=None if loopback else gbps) as cluster:
         typer.echo(f"{cluster}\nllama {model}: tensor {tp} x pipeline {pp} x data {dp}")
-        trained = cluster.run(train_on, job, timeout=_TIMEOUT)[0]
+        trained = cluster.run(train_on, job, timeout=COMMAND.seconds)[0]
     if not trained.steps:
         typer.echo(f"nothing to do: {checkpoint} is at step {steps} already")
         return

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.comm.deadline import COMMAND
+
 if TYPE_CHECKING:
     from weft.lab import Rank
     from weft.overlap.tune import Shape
     from weft.overlap.tuned import Tuned
-
-_TIMEOUT = 600.0
 
 
 def tune(
@@ -38,7 +38,7 @@ def tune(
         raise ValueError(f"got the file {file}, but {folder} is not a directory; create it first")
     with Cluster(hosts=hosts, devices=devices, gbps=gbps) as cluster:
         for shape in wanted:
-            found = cluster.run(_tune_on, shape, candidates, timeout=_TIMEOUT)[0]
+            found = cluster.run(_tune_on, shape, candidates, timeout=COMMAND.seconds)[0]
             typer.echo(f"{found.plan}")
             tuned.save(file, [found])
     typer.echo(f"wrote {file}", err=True)

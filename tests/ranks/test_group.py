@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import os
+import random
 import signal
 import time
 
@@ -16,6 +17,7 @@ import weft.comm.group
 from weft.comm import Group, PeerLost
 from weft.comm.group import differences
 from weft.comm.rendezvous import store_of
+from weft.comm.tags import Line, Mark
 from weft.errors import PeerMismatch, PeerTimeout, WeftError
 
 LONG = 30.0
@@ -336,3 +338,47 @@ def test_a_stopped_rank_is_named() -> None:
     # Whoever gives up first is lost to a rank that was held up since, and all are lost to the stopped one.
     assert "PeerTimeout: waited 1 s for agreement on plan (receive from rank 1)" in results
     assert all(text.startswith(("PeerTimeout: ", "PeerLost: ")) for text in results), results
+
+
+# What a rank believes of others ------------------------------------------------------------------------------------
+
+
+def believe_anything(seed: int) -> int:
+    """Rank 1 says random bytes where rank 0 expects the length of a text, or a text."""
+    group, dice = world_group(), random.Random(seed)
+    tag, refused = Line.GROUP.mark(Mark.TEXT), 0
+    for number in range(200):
+        kind = dice.choice(["length", "bytes", "good"])
+        length = dice.choice([0, 5, 504, 1 << 20, 1 << 62, (1 << 64) - 1]) if kind == "length" else 5
+        body = bytes(dice.randrange(256) for _ in range(5)) if kind == "bytes" else b"fives"
+        if group.rank == 1:
+            frame = (length.to_bytes(8, "big") + body).ljust(512, b"\0")
+            mine, theirs = torch.frombuffer(bytearray(frame), dtype=torch.uint8), torch.empty(512, dtype=torch.uint8)
+            for transfer in [group.recv(theirs, 0, tag=tag), group.send(mine, 0, tag=tag)]:
+                transfer.wait(what="a frame")
+            continue
+        try:
+            told = group.tell(f"text {number}", "mine", most=1000)
+        except PeerMismatch as error:
+            refused += "rank 1" in str(error)
+        else:
+            assert told[0] == "mine"
+            assert length <= 504
+    return refused
+
+
+def test_lengths_and_texts_of_others_are_checked() -> None:
+    assert run_ranks(believe_anything, 2, 1)[0] > 50
+
+
+def tell_long_and_short() -> None:
+    group = world_group()
+    for length in (0, 1, 503, 504, 505, 5000):
+        texts = [f"{rank}" * length if rank == 1 else f"{rank}" for rank in range(group.size)]
+        assert group.tell("texts", texts[group.rank]) == texts
+    with pytest.raises(ValueError, match="expected up to 10"):
+        group.tell("texts", "x" * 11, most=10)
+
+
+def test_texts_of_any_length_are_told() -> None:
+    run_ranks(tell_long_and_short, 3)

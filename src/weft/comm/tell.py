@@ -11,7 +11,7 @@ A size that comes from a peer is compared with the bound before memory is taken 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -96,10 +96,20 @@ def swap(group: Endpoint, mine: bytes, sizes: Sequence[int], *, tag: Tag, deadli
 
 
 def swap_tensors(
-    group: Endpoint, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, tag: Tag, deadline: Deadline, what: str
+    group: Endpoint,
+    outgoing: Sequence[Tensor] | Mapping[int, Tensor],
+    incoming: Sequence[Tensor] | Mapping[int, Tensor],
+    *,
+    tag: Tag,
+    deadline: Deadline,
+    what: str,
+    ranks: Iterable[int] | None = None,
 ) -> None:
-    """outgoing[r] goes to rank r and incoming[r] comes from it; contiguous, of sizes that both sides know."""
-    peers = [rank for rank in range(group.size) if rank != group.rank]
+    """outgoing[r] goes to rank r and incoming[r] comes from it; contiguous, of sizes that both sides know.
+
+    Among all ranks of the group, or some `ranks` of it, who all call it.
+    """
+    peers = [rank for rank in (range(group.size) if ranks is None else ranks) if rank != group.rank]
     transfers = [group.recv(incoming[peer], peer, tag=tag) for peer in peers]
     transfers += [group.send(outgoing[peer], peer, tag=tag) for peer in peers]
 

@@ -235,9 +235,9 @@ def _accept(meeting: Meeting, first: int, size: int, files: ExitStack) -> Tensor
     (offer,) = meeting.read("offer", [first])
     if offer is None:
         raise _NoMemoryError(f"rank {first} could not make it")
-    pid, number, token = offer
-    path = f"/proc/{pid}/fd/{number}"
     try:
+        pid, number, token = checked_offer(offer)
+        path = f"/proc/{pid}/fd/{number}"
         # Looked at before it is opened: in another PID namespace this could be anybody's pipe or device.
         name = os.readlink(path)
         if not name.startswith(f"/memfd:{_NAME}"):
@@ -252,6 +252,20 @@ def _accept(meeting: Meeting, first: int, size: int, files: ExitStack) -> Tensor
             f"{error}, expected the memory of rank {first}: it died, or runs in another PID namespace or as "
             "another user; start the ranks of a host in one PID namespace and as one user"
         ) from error
+
+
+def checked_offer(offer: object) -> tuple[int, int, str]:
+    """The process, descriptor and token that a rank offers; `OSError` for anything else that the store may hold.
+
+    >>> checked_offer(["17", 4, "00" * 16])
+    (17, 4, '00000000000000000000000000000000')
+    """
+    if isinstance(offer, list) and len(offer) == 3:
+        pid, number, token = offer
+        digits = isinstance(pid, str) and pid.isascii() and pid.isdecimal() and len(pid) < 20
+        if digits and type(number) is int and 0 <= number < 1 << 31 and isinstance(token, str):
+            return int(pid), number, token
+    raise OSError(f"{str(offer)[:100]!r} was offered")
 
 
 def _map(fd: int, size: int) -> Tensor:

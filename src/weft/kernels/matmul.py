@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 
 from weft.kernels import cpu
 from weft.kernels.dispatch import kernels_for, layout_on
 from weft.kernels.freshness import Stamp
+from weft.kernels.plain import is_plain
 from weft.kernels.tiles import Ready, Rows, TileOutput, TileSchedule
 
 
@@ -55,7 +55,7 @@ class PackedWeight:
         stamp = _stamp(source)  # before it is packed: a write in between must show
         dense = w.detach()
         # The first call of any op imports half of torch; a plain tensor needs none of it.
-        data = kernels_for(dense).pack(dense, isa, threads) if _is_plain(dense) else _pack(dense, isa, threads)
+        data = kernels_for(dense).pack(dense, isa, threads) if is_plain(dense) else _pack(dense, isa, threads)
         return cls(data, w.shape[0], w.shape[1], isa, source, stamp)
 
     @classmethod
@@ -125,7 +125,7 @@ def linear(
     rows, added = _as_matrix(x), None if residual is None else _as_matrix(residual)
     if out is not None or schedule is not None or ready is not None or done is not None:
         return _executor_call(x, rows, weight, bias, activation, added, out, threads, schedule, done, ready)
-    if _is_plain(x, source, bias, residual):
+    if is_plain(x, source, bias, residual):
         y = kernels_for(x).empty(rows.shape[0], weight.n, dtype=x.dtype, device=x.device)
         _run(rows, weight.data, weight.n, weight.isa, y, None, bias, activation, added, threads)
     else:
@@ -205,28 +205,9 @@ def _run(
     )  # fmt: skip
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Whether torch's dispatcher has nothing to add: it costs as much as a small matmul.
-
-    It has when someone compiles, traces, counts, transforms or differentiates, and for lazily negated views.
-    """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
-        return False
-    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    grad = torch.is_grad_enabled()
-    for t in tensors:
-        if t is not None and (type(t) not in _PLAIN_TYPES or (grad and t.requires_grad) or t.is_neg()):
-            return False
-    return True
-
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
 def _stamp(source: Tensor | None) -> Stamp | None:
     """None inside a transform or a trace: what is packed there lives no longer than that."""
-    return None if source is None or not _is_plain(source.detach()) else Stamp.of([source])
+    return None if source is None or not is_plain(source.detach()) else Stamp.of([source])
 
 
 # Ops of their own, so that a compiled backward can pack gradients and unpack weights.

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from weft.comm.deadline import ROWS
+
 TILE_N_MULTIPLE = 32  # a tile starts where a packed panel does, for every instruction set
 
 
@@ -126,7 +128,7 @@ class Ready:
     counters: Tensor
     rows: int
     value: int = 1
-    timeout: float = 60.0
+    timeout: float = ROWS.seconds
     what: str = "rows of x"
 
 

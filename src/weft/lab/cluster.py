@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TypeVar
 
+from weft.comm.deadline import LAB_RUN, LAB_START
 from weft.errors import LONGEST_SECONDS, LabUnavailable, PeerTimeout, RankFailed
 from weft.lab import launch, network
 from weft.lab.outcome import Run, failure
@@ -20,7 +21,6 @@ from weft.lab.spec import Job, Refusal, Spec
 
 T = TypeVar("T")
 
-_START_TIMEOUT = 120.0  # for one import of torch, on a machine whose disk is cold
 _ANSWER_MARGIN = 30.0  # on top of a run's timeout: the zygote needs a few seconds to stop the ranks
 
 
@@ -92,7 +92,7 @@ class Cluster:
     ) -> None:
         self.close()
 
-    def run(self, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+    def run(self, fn: Callable[..., T], *args: Any, timeout: float = LAB_RUN.seconds) -> list[T]:
         """Runs `fn(rank, *args)` on every rank at once, `rank` being its `Rank`; returns the results by rank.
 
         fn and args are pickled: fn must be defined at the top level of a module or of the main script.
@@ -144,7 +144,7 @@ class Cluster:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the caller, which then closes the lab
             )
-        answer = self._ask(self.spec, _START_TIMEOUT, "the lab to start")
+        answer = self._ask(self.spec, LAB_START.seconds, "the lab to start")
         if isinstance(answer, Refusal):
             raise LabUnavailable(answer.text) if answer.unavailable else RankFailed(f"{self}: {answer.text}")
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft import tracing
+from weft.errors import PeerMismatch
 from weft.kernels import PackedWeight, Rows, linear
 from weft.kernels.dispatch import kernels_for
 from weft.overlap.agreement import PlansDiffer, Statement
@@ -24,6 +25,7 @@ from weft.overlap.running import call_text, row_major
 T = TypeVar("T")
 
 _MOST_ATTEMPTS = 10  # each follows what rank 0 knew a moment ago: only a thread that plans without end gets so far
+_MOST_ROWS = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,19 @@ def matmul_scatter(
 def exchange_counts(context: Context, call: Call, destinations: Tensor) -> Counts:
     what = f"{Op.ALL_TO_ALL.value}: the number of rows"
     mine = torch.bincount(destinations, minlength=context.size)
-    return tuple(map(tuple, context.agreement.gather(mine, deadline=call.deadline, what=what)))
+    return checked_counts(context.agreement.gather(mine, deadline=call.deadline, what=what))
+
+
+def checked_counts(rows: list[list[int]]) -> Counts:
+    """How many rows each rank sends to each, once they are numbers of rows: memory is taken by them.
+
+    >>> checked_counts([[1, 2], [0, 4]])
+    ((1, 2), (0, 4))
+    """
+    for rank, row in enumerate(rows):
+        if not all(0 <= count <= _MOST_ROWS for count in row):
+            raise PeerMismatch(f"rank {rank} announces {row} rows for the ranks, expected 0 to {_MOST_ROWS} for each")
+    return tuple(map(tuple, rows))
 
 
 def matmul_scatter_rows(

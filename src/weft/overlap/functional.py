@@ -33,15 +33,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from weft._torch import is_counting
 from weft.kernels import PackedWeight
 from weft.kernels.dispatch import dtypes_on, is_supported
+from weft.kernels.plain import is_plain
 from weft.overlap import ops, ops_all_to_all
+from weft.overlap.autocast import cast_inputs
 from weft.overlap.calls import check_plan
 from weft.overlap.plan import Op, OverlapPlan
 
 Weight = Tensor | PackedWeight
 
 
+@cast_inputs
 def all_gather_matmul(
     x_shard: Tensor,
     w: Weight,
@@ -67,6 +71,7 @@ def all_gather_matmul(
     return y
 
 
+@cast_inputs
 def matmul_reduce_scatter(
     x: Tensor,
     w_shard: Weight,
@@ -82,6 +87,7 @@ def matmul_reduce_scatter(
     return _reduce(Op.REDUCE_SCATTER, x, w_shard, group, bias, plan)
 
 
+@cast_inputs
 def matmul_all_reduce(
     x: Tensor,
     w_shard: Weight,
@@ -97,6 +103,7 @@ def matmul_all_reduce(
     return _reduce(Op.ALL_REDUCE, x, w_shard, group, bias, plan)
 
 
+@cast_inputs
 def matmul_all_to_all(
     x: Tensor,
     w: Weight,
@@ -144,13 +151,12 @@ def _reduce(
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
-    """Whether torch's dispatcher has nothing to add: its first call imports the compiler, every call takes time."""
-    if torch.compiler.is_compiling():
-        return False
-    grad = torch.is_grad_enabled()
-    return all(
-        t is None or (type(t) in (Tensor, torch.nn.Parameter) and not (grad and t.requires_grad)) for t in tensors
-    )
+    plain = is_plain(*tensors)
+    if not plain and not torch.compiler.is_compiling() and is_counting():
+        from weft.overlap.flops import tell_counters  # of no use to anybody else
+
+        tell_counters()
+    return plain
 
 
 def _untrained(weight: Tensor | None) -> Tensor | None:

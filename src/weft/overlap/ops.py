@@ -16,6 +16,7 @@ from weft._torch import group_by_name
 from weft.kernels import PackedWeight
 from weft.kernels.matmul import product
 from weft.overlap import calls
+from weft.overlap.autocast import without_autocast
 from weft.overlap.context import Context, context_by_name
 from weft.overlap.executors import executor_for
 from weft.overlap.once import refuse_second_order
@@ -79,6 +80,7 @@ def _shard_rows(m: int, group_name: str) -> int:
 # all_gather_matmul ------------------------------------------------------------------------------------------
 
 
+@without_autocast
 def run_all_gather_matmul(
     x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None,
     m: int, n: int, isa: str, group_name: str, plan: str, keep: bool,
@@ -99,6 +101,7 @@ def _(x, w, packed, bias, m, n, isa, group_name, plan, keep):  # type: ignore[no
 
 
 @torch.library.custom_op("weft::all_gather_matmul_backward", mutates_args=())
+@without_autocast
 def all_gather_matmul_backward(
     dy: Tensor, gathered: Tensor, w: Tensor | None, packed: Tensor | None,
     isa: str, group_name: str, needs_x: bool, needs_w: bool,
@@ -139,6 +142,7 @@ all_gather_matmul.register_autograd(_gather_backward, setup_context=_gather_setu
 # matmul_reduce_scatter, matmul_all_reduce -------------------------------------------------------------------
 
 
+@without_autocast
 def run_matmul_reduce(
     x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None,
     op: str, n: int, isa: str, group_name: str, plan: str,
@@ -159,6 +163,7 @@ def _(x, w, packed, bias, op, n, isa, group_name, plan):  # type: ignore[no-unty
 
 
 @torch.library.custom_op("weft::matmul_reduce_scatter_backward", mutates_args=())
+@without_autocast
 def matmul_reduce_scatter_backward(
     dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, isa: str, group_name: str, needs_w: bool
 ) -> tuple[Tensor, Tensor]:
@@ -179,6 +184,7 @@ def _(dy, x, w, packed, isa, group_name, needs_w):  # type: ignore[no-untyped-de
 
 
 @torch.library.custom_op("weft::matmul_all_reduce_backward", mutates_args=())
+@without_autocast
 def matmul_all_reduce_backward(
     dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, isa: str, needs_x: bool, needs_w: bool
 ) -> tuple[Tensor, Tensor]:

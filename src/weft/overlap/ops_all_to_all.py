@@ -8,12 +8,14 @@ from torch import Tensor
 from weft._torch import group_by_name
 from weft.kernels.matmul import product
 from weft.overlap import calls
+from weft.overlap.autocast import without_autocast
 from weft.overlap.context import context_by_name
 from weft.overlap.executors import executor_for
 from weft.overlap.once import refuse_second_order
 from weft.overlap.ops import packed_weight, transposed_weight
 
 
+@without_autocast
 def run_matmul_all_to_all(
     x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None, destinations: Tensor,
     rows: int, n: int, isa: str, group_name: str, plan: str,
@@ -41,6 +43,7 @@ def _(x, w, packed, bias, destinations, rows, n, isa, group_name, plan):  # type
 
 
 @torch.library.custom_op("weft::matmul_all_to_all_backward", mutates_args=())
+@without_autocast
 def matmul_all_to_all_backward(
     dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, destinations: Tensor, counts: Tensor,
     isa: str, group_name: str,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.kernels.dispatch import kernels_for
 from weft.kernels.freshness import Stamp
-from weft.kernels.matmul import _is_plain
+from weft.kernels.plain import is_plain
 from weft.packed import spec, training
 from weft.packed.call import Inputs, Kept
 from weft.packed.fit import check_model
@@ -81,7 +81,7 @@ class Engine:
         dtype = next(spec.weights(read.model)).dtype  # now: weights may have been converted in place
         if vectors is not None and vectors.dtype != dtype:
             raise ValueError(f"the model computes in {dtype}, got vectors of {vectors.dtype}; convert them")
-        if self._trains(read, inputs) or not self._has_program(read) or not _is_plain(vectors):
+        if self._trains(read, inputs) or not self._has_program(read) or not is_plain(vectors):
             drops = self._dropout is AttentionDropout.MODEL
             return training.forward(read.model, inputs, training=read.acts, drops_attention=drops, kept=kept)
         return self._program(read).run(inputs, kept)

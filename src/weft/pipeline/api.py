@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from weft import tracing
 from weft.cluster import Cluster
+from weft.comm.deadline import PIPELINE
 from weft.errors import WeftError
 from weft.pipeline.context import Payload
 from weft.pipeline.costs import Costs, Transfers
@@ -35,8 +36,6 @@ from weft.pipeline.setup import as_graph, as_member, give, in_order_of_ends, mak
 from weft.pipeline.stage import LossFn
 from weft.pipeline.wires import Wires
 from weft.reshard.staging import Stopped
-
-DEFAULT_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Pipeline:
         output_layouts: StageLayouts | None = None,
         loss_fn: LossFn | None = None,
         group: ProcessGroup | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = PIPELINE.seconds,
         seed: int | None = None,
         checkpoint: bool | Sequence[int] = False,
         transfers: Transfers | str = Transfers.OVERLAPPED,

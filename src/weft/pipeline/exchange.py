@@ -20,6 +20,9 @@ from torch import Tensor
 
 from weft import tracing
 from weft._torch import version_of
+from weft.comm.deadline import Deadline
+from weft.comm.tags import Line
+from weft.comm.tell import swap_tensors
 from weft.errors import LONGEST_SECONDS, PeerMismatch
 from weft.pipeline.cells import Cell, Gate
 from weft.pipeline.channel import Channel, Way
@@ -167,23 +170,27 @@ class Exchange:
 
     def _gather_shape(self, way: Way, local: tuple[int, ...], dtype: torch.dtype, index: int) -> tuple[int, ...]:
         """The whole shape, from all ranks of the stage."""
-        me, wires = self._context.rank, self._context.wires
-        others = [rank for rank in way.src.mesh.ranks if rank != me]
-        number = self._context.first_shape_note + index
+        wires, ranks = self._context.wires, way.src.mesh.ranks
         note = Header(self._step, self._train, dtype, local).to_tensor()
-        notes = {rank: torch.empty(LENGTH, dtype=torch.int64) for rank in others}
-        transfers = [wires.receive_note(notes[rank], rank, number) for rank in others]
-        transfers += [wires.send_note(note, rank, number) for rank in others]
-        for transfer in transfers:
-            transfer.wait(what=f"the shape of {way.name}", timeout=LONGEST_SECONDS)
-        headers = {rank: self._checked(Header.from_tensor(theirs), rank) for rank, theirs in notes.items()}
+        notes = {wires.member(rank): torch.empty(LENGTH, dtype=torch.int64) for rank in ranks}
+        notes[wires.rank] = note
+        swap_tensors(
+            wires.notes,
+            dict.fromkeys(notes, note),
+            notes,
+            tag=Line.NOTES.data(self._context.first_shape_note + index),
+            deadline=Deadline.after(LONGEST_SECONDS),
+            what=f"the shape of {way.name}",
+            ranks=notes,
+        )
+        headers = {rank: self._checked(Header.from_tensor(notes[wires.member(rank)]), rank) for rank in ranks}
         for rank, header in headers.items():
             if header.dtype != dtype:
                 raise PeerMismatch(
-                    f"{way.name} is {dtype} on rank {me} and {header.dtype} on rank {rank}; expected the shards of one "
-                    "tensor to have one type"
+                    f"{way.name} is {dtype} on rank {self._context.rank} and {header.dtype} on rank {rank}; expected "
+                    "the shards of one tensor to have one type"
                 )
-        return whole_shape(way.src, {rank: header.shape for rank, header in headers.items()} | {me: local}, way.name)
+        return whole_shape(way.src, {rank: header.shape for rank, header in headers.items()}, way.name)
 
     def _send(self, leg: Leg, kept: Kept) -> None:
         context, way = self._context, self._context.ways[leg.route]

@@ -68,6 +68,8 @@ class Header:
         >>> header = Header(3, True, torch.bfloat16, (2, 5))
         >>> Header.from_tensor(header.to_tensor()) == header
         True
+
+        `PeerMismatch` for numbers that say nothing of a tensor: memory is taken by them.
         """
         step, train, dtype, ndim, *sizes = given = numbers.tolist()
         is_sound = step >= 0 and train in (0, 1) and 0 <= dtype < len(_DTYPES) and 0 <= ndim <= _MOST_DIMS

@@ -21,7 +21,7 @@ from weft._torch import leave_to_python
 from weft.cluster import Cluster
 from weft.comm import Group
 from weft.layout import Mesh
-from weft.reshard.arguments import DEFAULT_TIMEOUT, Arguments
+from weft.reshard.arguments import Arguments
 from weft.reshard.autograd import differentiate
 from weft.reshard.execute import DEFAULT_STAGING
 from weft.reshard.job import Handle, Options
@@ -43,7 +43,7 @@ def reshard(
     strategy: str = "optimal",
     chunk_bytes: int | None = None,
     max_staging_bytes: int = DEFAULT_STAGING,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
     async_op: bool = False,
 ) -> Any:
     """Moves a tensor to another mesh and layout. Collective over `group`, the default group unless told.
@@ -54,6 +54,7 @@ def reshard(
             the destination gets an empty tensor
     dtype:  the result's; the source's unless told
     out:    a DTensor or shard to write into, of the right shape and dtype
+    timeout: seconds to wait for another rank; 60, and 300 in the first call on a group, when ranks may still load
 
     Differentiable if `tensor` requires a gradient; then every rank must call backward on (a function of) its
     result, also where that is empty. `async_op=True` returns a `Handle`; its result is not differentiable.
@@ -88,7 +89,7 @@ def reshard_state_dict(
     strategy: str = "optimal",
     chunk_bytes: int | None = None,
     max_staging_bytes: int = DEFAULT_STAGING,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
     async_op: bool = False,
 ) -> Any:
     """Moves a whole model in one plan, such as a trainer's weights to the inference mesh. Collective.
@@ -98,6 +99,7 @@ def reshard_state_dict(
            that knows nothing of the destination
     out:   name -> local shard to write into
     dtype: floating tensors are cast to it; `cast` casts each to the dtype of the tensor it is written into
+    timeout: as in `reshard`
 
     Returns name -> tensor for what this rank has of the destination, or a `Handle`. Not differentiable.
     """

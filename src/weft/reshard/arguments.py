@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.comm import Group
-from weft.comm.deadline import Deadline
+from weft.comm.deadline import RESHARD, Deadline
 from weft.comm.tags import Line, turn
 from weft.layout import Layout, Mesh, check_ranks
 from weft.reshard.autograd import WayBack
@@ -28,8 +28,6 @@ from weft.reshard.dtensor import layout_of, layout_of_dtensor, to_dtensor
 from weft.reshard.job import Job, Options
 from weft.reshard.memory import check_apart, check_mode, check_source, check_target, find_ties, memory_of
 from weft.reshard.sides import Source, Target
-
-DEFAULT_TIMEOUT = 60.0
 
 
 @dataclass
@@ -56,17 +54,17 @@ class Arguments:
         self.hosts = dict(zip(self.ranks, self.comm.hosts, strict=True))
 
     @classmethod
-    def of(cls, group: ProcessGroup | Group | None, timeout: float) -> Arguments:
+    def of(cls, group: ProcessGroup | Group | None, timeout: float | None) -> Arguments:
         """None yet; `group` as the public functions take it."""
-        problem: Exception | None = None
-        try:
-            Deadline.after(timeout)
-        except (ValueError, TypeError) as error:
-            problem, timeout = error, DEFAULT_TIMEOUT
         pg: Any = dist.group.WORLD if group is None else group
         if pg is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("this rank is not in the process group, expected a call on the ranks of the group only")
-        given = cls(pg if isinstance(pg, Group) else Group(pg, timeout=timeout), problem)
+        problem: Exception | None = None
+        try:
+            Deadline.after(RESHARD.of(timeout))
+        except (ValueError, TypeError) as error:
+            problem, timeout = error, None
+        given = cls(pg if isinstance(pg, Group) else Group(pg, timeout=RESHARD.of(timeout, pg)), problem)
         with given.noting():
             check_mode()
         return given

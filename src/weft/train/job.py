@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from weft.comm.deadline import TRAIN
 from weft.errors import LONGEST_SECONDS
 from weft.train.text import VOCABULARY
 
@@ -53,7 +54,7 @@ class Job:
     every: int = 10
     keep: int = 2
     resume: bool = False
-    timeout: float = 60.0
+    timeout: float = TRAIN.seconds
 
     @property
     def ranks(self) -> int:

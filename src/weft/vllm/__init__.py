@@ -12,7 +12,6 @@ import os
 __all__ = ["register"]
 
 SWITCH, TIMEOUT = "WEFT_VLLM", "WEFT_VLLM_TIMEOUT"
-_DEFAULT_TIMEOUT = "300"
 
 
 def register() -> None:
@@ -21,9 +20,10 @@ def register() -> None:
     if switch not in ("0", "1", ""):
         raise ValueError(f"{SWITCH} is {switch!r}, expected 1 (on) or 0 (off)")
     if switch == "1":
+        from weft.comm.deadline import VLLM
         from weft.vllm.install import install
 
-        install(timeout=_seconds(os.environ.get(TIMEOUT, _DEFAULT_TIMEOUT)))
+        install(timeout=_seconds(os.environ.get(TIMEOUT, str(VLLM.seconds))))
 
 
 def _seconds(text: str) -> float:

@@ -11,6 +11,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 
 from weft.comm import hosts_of
+from weft.comm.deadline import VLLM
 from weft.comm.lean import LeanGroup
 
 # 1,024 rows of a hidden size of 1,024 in float32, 256 of 4,096: enough for a matmul to run at its full speed.
@@ -20,7 +21,7 @@ _BANK_BYTES = 4 << 20
 class WindowCommunicator(CpuCommunicator):  # type: ignore[misc]
     """All-reduce and all-gather through memory that the ranks share. `weft_left_alone` says why not, where not."""
 
-    timeout: ClassVar[float] = 300.0
+    timeout: ClassVar[float] = VLLM.seconds
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.comm.deadline import ROWS
 from weft.errors import LONGEST_SECONDS, PeerTimeout
 from weft.kernels.triton import checks
 from weft.kernels.triton.tell import tell_kernel
@@ -45,7 +46,7 @@ def nanoseconds(timeout: float) -> int:
 
 
 def wait(
-    counters: Tensor, values: Tensor, *, first: int = 0, count: int | None = None, timeout: float = 60.0,
+    counters: Tensor, values: Tensor, *, first: int = 0, count: int | None = None, timeout: float = ROWS.seconds,
     what: str = "a group of tiles", late: Late | None = None,
 ) -> None:  # fmt: skip
     """Holds the stream until counters[first : first + count] are at least values[...]; int32, on one device.

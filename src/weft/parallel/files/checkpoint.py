@@ -29,11 +29,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from weft.comm.deadline import FILES
 from weft.comm.tell import tell_all
 from weft.errors import WeftError
 from weft.parallel.files.checkpoint_folder import ABOUT, Folder, Writing
 from weft.parallel.files.materialise import materialise, slots
-from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems, rank_of, together
+from weft.parallel.files.together import join_problems, rank_of, together
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # moments by name, so that those of stages differ
 
@@ -56,7 +57,7 @@ def save_checkpoint(
     *,
     keep: int = 2,
     group: ProcessGroup | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = FILES.seconds,
 ) -> Path:
     """Saves after `step` steps, and removes all but the `keep` newest. Collective; returns where it is.
 
@@ -107,7 +108,7 @@ def load_checkpoint(
     step: int | None = None,
     device: torch.device | str = "cpu",
     group: ProcessGroup | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = FILES.seconds,
 ) -> Checkpoint:
     """Loads the newest checkpoint, or that of `step`, in place. Collective.
 

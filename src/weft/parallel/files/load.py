@@ -14,10 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
+from weft.comm.deadline import FILES
 from weft.comm.tell import tell_all
 from weft.layout.value import Box
 from weft.parallel.files.materialise import Slot, materialise, slots
-from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems
+from weft.parallel.files.together import join_problems
 from weft.parallel.files.weight_files import DTYPES, WeightFiles
 from weft.reshard.dtensor import layout_of_dtensor
 
@@ -28,7 +29,7 @@ def load_sharded(
     *,
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = FILES.seconds,
 ) -> None:
     """Fills a model from safetensors files, in place. Collective over `group`, the default group unless told.
 

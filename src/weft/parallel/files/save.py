@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from weft.comm import Group
+from weft.comm.deadline import FILES
 from weft.comm.tell import tell_all
 from weft.layout import Layout, Mesh
 from weft.parallel.files.materialise import Slot, slots
-from weft.parallel.files.together import DEFAULT_TIMEOUT, join_problems, rank_of
+from weft.parallel.files.together import join_problems, rank_of
 from weft.parallel.files.weight_files import DTYPES, INDEX_NAME
 from weft.parallel.files.weight_writer import Entry, Writer
 from weft.reshard import Source, reshard_state_dict
@@ -35,7 +36,7 @@ def save_model(
     *,
     max_file_bytes: int = 5 << 30,
     group: ProcessGroup | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = FILES.seconds,
 ) -> None:
     """Writes a model as Hugging Face does: whole tensors, its config, an index if there are several files. Collective.
 

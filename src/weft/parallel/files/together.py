@@ -11,8 +11,6 @@ from torch.distributed import ProcessGroup
 from weft.comm.tell import tell_all
 from weft.errors import WeftError
 
-DEFAULT_TIMEOUT = 60.0
-
 
 @contextmanager
 def together(what: str, *, group: ProcessGroup | None, timeout: float) -> Iterator[None]:

@@ -1,0 +1,71 @@
+"""One table of deadlines: what it says, and that nobody has one of his own."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import weft
+from weft.comm.deadline import RESHARD, Limit
+
+ROOT = Path(weft.__path__[0])
+
+
+def test_the_first_wait_on_a_group_may_be_longer() -> None:
+    class Group:
+        """Anything that can be referred to weakly."""
+
+    one, other = Group(), Group()
+    limit = Limit("a test", 5.0, first=50.0)
+    assert [limit.of(None, one), limit.of(None, one), limit.of(None, other), limit.of(7.0, one)] == [
+        50.0,
+        5.0,
+        50.0,
+        7.0,
+    ]
+    assert Limit("another", 5.0).first == 5.0
+    assert RESHARD.first > RESHARD.seconds
+
+
+def _own_defaults(tree: ast.AST) -> list[str]:
+    """Defaults of `timeout`, and constants of that name, that are numbers."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            a = node.args
+            pairs = list(zip([*a.posonlyargs, *a.args][::-1], a.defaults[::-1], strict=False))
+            pairs += [(arg, default) for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True) if default]
+            found += [f"line {node.lineno}" for arg, value in pairs if arg.arg == "timeout" and _is_number(value)]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_number(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            found += [f"line {node.lineno}: {name}" for name in names if "timeout" in name.lower().split("_")]
+    return found
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float | str)
+
+
+def test_nobody_has_a_default_of_his_own() -> None:
+    found = {
+        str(path.relative_to(ROOT)): defaults
+        for path in sorted(ROOT.rglob("*.py"))
+        # Benchmarks have limits for a whole run, of which each knows how long it takes.
+        if path.relative_to(ROOT).parts[0] != "bench"
+        and path != ROOT / "comm" / "deadline.py"
+        and (defaults := _own_defaults(ast.parse(path.read_text())))
+    }
+    assert found == {}, "take it from weft.comm.deadline"
+
+
+def test_the_check_sees_what_it_looks_for() -> None:
+    text = "def f(x, timeout=3.0): ...\ndef g(*, timeout: float = 60.0): ...\nDEFAULT_TIMEOUT = 5\n"
+    assert len(_own_defaults(ast.parse(f"{text}class C:\n timeout: float = 1.0"))) == 4
+
+
+def test_the_table_needs_no_torch() -> None:
+    code = "import sys, weft.comm.deadline; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
