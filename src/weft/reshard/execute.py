@@ -156,7 +156,11 @@ class Pending:
         Of several errors it is the one of a thread that ran out of time: what the others lost, they lost by
         that.
         """
-        self.join()
+        try:
+            self.join()
+        except BaseException:  # a signal handler raised, as Ctrl-C does
+            self.abandon()
+            raise
         if self._errors:
             raise min(self._errors, key=lambda error: not isinstance(error, PeerTimeout))
 
