@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ import weft
 from weft.comm import Group
 from weft.errors import PeerMismatch, RankFailed
 from weft.layout import Layout, Mesh, Partial, Replicate, Shard
-from weft.reshard import Source, reshard_state_dict
+from weft.reshard import Executor, Source, plan_tensors, reshard_state_dict
 from weft.reshard.reference import shard
 
 TIMEOUT = 60.0
@@ -52,6 +53,7 @@ class Program:
     def run(self) -> None:
         """All steps, and at last whatever is still under way."""
         kinds = [self.move, self.gradient, self.state, self.start, self.start, self.refused, self.matmul, self.land]
+        kinds += [] if self.alone else [self.together]
         for _ in range(self.both.randint(2, 5)):
             step = self.both.choice(kinds)
             self.done.append(step.__name__)
@@ -166,6 +168,30 @@ class Program:
             self._check(move, result, mode)
 
         self.flying.append(compare)
+
+    def together(self) -> None:
+        """Executors that are made first, so that their transfers begin at one moment; each runs twice."""
+        comm = Group(self.group, timeout=TIMEOUT)
+        moves = [random_move(self.both, self.hosts, large=self.both.random() < 0.5) for _ in range(3)]
+        moves.append(moves[0])  # equal plans are the ones that could be taken for each other
+        with ExitStack() as stack:
+            executors = []
+            for move in moves:
+                plan = plan_tensors([move.spec], chunk_bytes=self.both.choice([1024, 4096]))
+                executors.append(stack.enter_context(Executor(plan, comm)))
+            for turn in range(2):
+                again = [replace(move, seed=move.seed + turn + 10 * i) for i, move in enumerate(moves)]
+                under_way = []
+                for move, executor in zip(again, executors, strict=True):
+                    source, goal = self._given(move), move.result(self.me)
+                    out = None if goal is None else torch.zeros(goal.shape, dtype=goal.dtype)
+                    pending = executor.start({} if source is None else {0: source}, {} if out is None else {0: out})
+                    under_way.append((move, pending, out))
+                self.own.shuffle(under_way)
+                for move, pending, out in under_way:
+                    pending.wait()
+                    if out is not None:
+                        self._check(move, out, "")
 
     def land(self) -> None:
         """Waits for some that are under way, in an order of this rank's own."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import weft
 from weft.cluster import Cluster
 from weft.comm import Group
+from weft.errors import PeerMismatch
 from weft.lab import Cluster as Lab
 from weft.lab import Rank
-from weft.layout import Layout, Mesh
-from weft.reshard import STRATEGIES, Executor, TensorSpec, plan_tensors
+from weft.layout import Layout, Mesh, Shard
+from weft.reshard import STRATEGIES, Executor, Source, TensorSpec, plan_reshard, plan_tensors
 from weft.reshard.reference import shard
 
 SHAPE = (256, 256, 8)
@@ -61,3 +64,40 @@ def test_cards_carry_what_the_plan_says(lab: Lab, src: str, dst: str, strategy: 
         for measured, bytes_planned in ((out, expected.out), (into, expected.into)):
             slack = 150_000  # acknowledgements of the other direction, barriers
             assert bytes_planned <= measured <= bytes_planned * OVERHEAD + slack, (rank, strategy)
+
+
+def in_flight(rank: Rank, beside: str) -> int:
+    """Several moves of equal shapes between the hosts at once, waited for in another order on each rank."""
+    me, mesh = rank.rank, Mesh.of([0, 1, 2, 3], hosts=[0, 0, 1, 1])
+    src, dst = Layout(mesh, [Shard(0)]), Layout(mesh, [Shard(1)])
+    wholes = [torch.randn(1024, 512, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    group = Group(rank.group, timeout=60.0)
+    plan = plan_reshard((1024, 512), torch.float32, src=src, dst=dst, chunk_bytes=1 << 14)
+    wrong = 0
+    with ExitStack() as stack:
+        executors = [stack.enter_context(Executor(plan, group)) for _ in wholes]  # so that all start at once
+        for round in range(3):
+            outs = [torch.zeros(1024, 128) for _ in wholes]
+            moves = zip(executors, wholes, outs, strict=True)
+            under_way = [each.start({0: whole.chunk(4)[me].clone()}, {0: out}) for each, whole, out in moves]
+            if beside == "matmul":
+                parts = [torch.randn(64, 32, generator=torch.Generator().manual_seed(9 + r)) for r in range(4)]
+                y = weft.matmul_all_reduce(parts[me], parts[me][:16], group=rank.group)
+                wrong += not torch.allclose(y, sum(part @ part[:16].t() for part in parts), atol=1e-3)
+            elif beside == "refusal":
+                with suppress(ValueError, PeerMismatch):
+                    known = Source((1024, 512), torch.float32, src)
+                    weft.reshard(wholes[0], mesh, [Shard(1)], src=known, timeout=60.0)
+            elif beside == "reshard":
+                known = Source((1024, 512), torch.float32, src)
+                handle = weft.reshard(wholes[0].chunk(4)[me], mesh, [Shard(1)], src=known, async_op=True, timeout=60.0)
+                wrong += int((handle.wait() != wholes[0].chunk(4, dim=1)[me]).sum())
+            for number in sorted(range(3), key=lambda number: (number * (me + 1) + round) % 3):
+                under_way[number].wait()
+                wrong += int((outs[number] != wholes[number].chunk(4, dim=1)[me]).sum())
+    return wrong
+
+
+@pytest.mark.parametrize("beside", ["", "matmul", "refusal", "reshard"])
+def test_several_under_way_between_hosts(cluster: Lab, beside: str) -> None:
+    assert cluster.run(in_flight, beside, timeout=120.0) == [0] * 4
