@@ -127,7 +127,7 @@ def contradictions():
         "numbers of another shape": ({"seq_idx": row["seq_idx"][:, 1:]}, r"of shape \[1, 12\], got \[1, 11\]"),
         "padding": ({**both, "attention_mask": padded}, "do not go together"),
         "positions inside": ({**both, "position_ids": torch.zeros_like(ids)}, "position_ids restart inside"),
-        "positions of another length": ({"position_ids": row["position_ids"][:, :5]}, r"shape \[1, 12\] like the input"),
+        "positions of another length": ({"position_ids": row["position_ids"][:, :5]}, r"shape \[1, 12\] like the"),
     }
 
 
@@ -144,11 +144,12 @@ def test_positions_that_jump_ahead_are_one_text():
     ids, mask = small.inputs([6, 6])
     positions = torch.tensor([[0, 1, 5, 6, 20, 21]])
     with torch.no_grad():
-        want, got = (m(ids, attention_mask=mask, position_ids=positions).last_hidden_state for m in (model, pack(model)))
+        each = (model, pack(model))
+        want, got = (m(ids, attention_mask=mask, position_ids=positions).last_hidden_state for m in each)
     torch.testing.assert_close(got, want, **CLOSE)
 
 
-# ---- batches made by hand ----------------------------------------------------------------------------------------------
+# ---- batches made by hand --------------------------------------------------------------------------------------------
 
 
 def good():
@@ -205,12 +206,12 @@ def test_offsets_written_to_later_do_not_reach_the_core():
     q = torch.randn(8, 2, 16)
     with pytest.raises(ValueError, match="must rise from 0 to the 8 tokens"):
         packed_attention(q, q, q, batch)
-    with torch.no_grad(), pytest.raises(ValueError, match="must rise from 0 to the 8 tokens|out of range|positions"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"must rise from 0 to the 8 tokens|out of range|positions"):
         packed(batch)
 
 
 def test_lengths_are_whole_numbers():
-    with pytest.raises(ValueError, match="whole numbers, got torch.float32"):
+    with pytest.raises(ValueError, match=r"whole numbers, got torch\.float32"):
         PackedBatch.from_values(torch.zeros(3), torch.tensor([1.5, 1.5]))
 
 
