@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from weft.packed.models.common import Drops, Unsupported, activation_of, linear, recomputes, table
 from weft.packed.spec import Attention, Embedding, Layer, Mlp, Norm, NormKind, NormOrder, Rotary, Transformer
 from weft.packed.watch import is_of
@@ -26,7 +28,8 @@ def describe_llama(model: Any) -> Transformer:
     rotary = Rotary(rope.inv_freq, rope.attention_scaling)
     embedding = None if model.embed_tokens is None else _embedding(model.embed_tokens)
     parts = list(model.layers)[: model.config.num_hidden_layers]  # as the model itself counts them
-    drops = Drops(module for layer in parts for module in layer.modules())
+    whole = [model] if isinstance(model, nn.Module) else parts
+    drops = Drops(module for part in whole for module in part.modules())
     layers = tuple(_layer(layer, rotary, drops) for layer in parts)
     return Transformer(embedding, layers, None if model.norm is None else _rms_norm(model.norm))
 

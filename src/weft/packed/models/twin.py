@@ -51,7 +51,13 @@ class Twin:
         return found[1]
 
     def weft_check(self) -> None:
-        """Raises where the model that was packed has got other modules since, which this one would never see."""
+        """Raises where this was never packed, or where the model that was packed has got other modules since, which
+        this one would never see."""
+        if "_weft" not in self.__dict__ and "_weft_head" not in self.__dict__:
+            raise Unsupported(
+                f"this {type(self).__name__} was made by the class of a packed model, and is not packed; make it by "
+                f"the class of transformers, and call weft.pack"
+            )
         origin: _Origin | None = self.__dict__.get("_weft_origin")
         if origin is not None and not origin.holds():
             raise Unsupported(
