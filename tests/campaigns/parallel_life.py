@@ -305,11 +305,12 @@ class Life:
         if way == "clip" and not self.fsdp:
             for model in self.models:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for optimiser in self.optimisers:
-            optimiser.step()
         for model in self.models:
             model.eval()
-        self.loose = min(self.loose * 2.0, 40.0)
+        if way != "autocast":  # whose gradients are too rough for both models to stay the same
+            for optimiser in self.optimisers:
+                optimiser.step()
+            self.loose = min(self.loose * 2.0, 40.0)
 
     def _backward(
         self, model: Any, given: dict[str, Any], mask: Tensor, labels: Tensor, way: str, scale: int = 1
