@@ -393,9 +393,10 @@ class Life:
             {"input_ids": longer}, {"input_ids": ids, "output_attentions": True}, {"input_ids": ids.float()},
             {"input_ids": ids, "attention_mask": mask[:, :-1]}, {"input_ids": ids, "position_ids": ids + POSITIONS},
         ]  # fmt: skip
-        if self.vocabulary:
+        at = 1 if self.causal else 0  # what a causal model does not predict does not matter
+        if self.vocabulary and int(mask[0].sum()) > at:
             beyond = labels.clone()
-            beyond[0, 0] = self.words
+            beyond[0, at] = self.words
             wrong += [{"input_ids": ids, "attention_mask": mask, "labels": beyond}]
         given = self.rng.choice(wrong)
         self.say(" ".join(given))
