@@ -1,0 +1,263 @@
+"""Every private name of torch that weft uses, one small function or alias each: what a new torch may break is here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage, nn
+from torch._C import DispatchKey, _dispatch_keys, _functorch, _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._dynamo import eval_frame
+from torch._guards import detect_fake_mode
+from torch.autograd import forward_ad
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.distributed_c10d import Store
+from torch.nn import Parameter
+from torch.nn.modules import module as _module
+
+if TYPE_CHECKING:  # its import takes as long as torch's own, and not everybody has DTensors
+    from torch.distributed.tensor import DTensor
+
+# Process groups ---------------------------------------------------------------------------------------------
+
+
+def group_store(pg: ProcessGroup) -> Store:
+    """The store of a process group, under the group's own prefix; `KeyError` for one that torch does not know.
+
+    torch drops this very object when the group is destroyed, and keeps it nowhere else. The public
+    `ProcessGroup.get_group_store` gives another object for the same store.
+    """
+    return distributed_c10d._get_process_group_store(pg)
+
+
+def group_by_name(name: str) -> ProcessGroup:
+    """The process group that custom ops know as `name`."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
+def group_timeout(pg: ProcessGroup, device: str) -> float:
+    """The seconds that a process group was made with."""
+    options = pg._get_backend(torch.device(device)).options
+    return float(options._timeout.total_seconds())
+
+
+def gloo_group(name: str, ranks: Sequence[int], *, timeout: float) -> ProcessGroup:
+    """`dist.new_group` over gloo for these ranks alone, in this order, under a name that they have agreed on.
+
+    `new_group(use_local_synchronization=True)` names a group by its ranks and by how many groups this process is in:
+    ranks that are in different numbers of groups never meet, and a group that is made after another one of its ranks
+    was destroyed finds that one's addresses in the store.
+    """
+    world, here = distributed_c10d._world, dist.get_rank()
+    _, store = world.pg_map[distributed_c10d._get_default_group()]
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(here),
+        list(ranks),
+        dist.Backend("gloo"),
+        store,
+        distributed_c10d.GroupName(name),
+        timeout=timedelta(seconds=timeout),
+    )
+    assert isinstance(made, ProcessGroup)
+    world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
+
+
+# Tensors ----------------------------------------------------------------------------------------------------
+
+_PLAIN = (Tensor, Parameter)
+_WRAPPERS = (
+    DispatchKey.Python,
+    DispatchKey.FuncTorchBatched,
+    DispatchKey.FuncTorchGradWrapper,
+    DispatchKey.Functionalize,
+)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, without a record for gradients; another tensor is itself."""
+    found: Tensor = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to, as torch counts; -1 for one made in inference mode, which counts nothing."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor, once a functional collective that still writes it is done; others are themselves."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        done: Tensor = tensor.wait()
+        return done
+    return tensor
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether it has no memory of its own: subclasses that dispatch in Python, and what torch.func hands out."""
+    keys = _dispatch_keys(tensor)
+    return any(keys.has(key) for key in _WRAPPERS)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """False for the zeros that automatic differentiation makes without memory."""
+    return not torch._is_zerotensor(tensor)
+
+
+# DTensors ---------------------------------------------------------------------------------------------------
+
+
+def strided_shard() -> type[Any]:
+    """The placement with which FSDP2 says that a later axis of the mesh cuts first."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard
+
+
+def shard_order(tensor: DTensor) -> dict[int, tuple[int, ...]]:
+    """For each dim of a DTensor that is cut, the mesh axes in the order in which they cut it, where torch says so."""
+    return {int(entry[0]): tuple(entry[1]) for entry in getattr(tensor._spec, "shard_order", None) or ()}
+
+
+def strides_are_order(tensor: DTensor) -> bool:
+    """False where a strided shard came from a view, and really means strides."""
+    spec: Any = tensor._spec
+    return getattr(spec, "use_strided_shard_as_shard_order", True) is not False
+
+
+# Modules, transformations and tracers -----------------------------------------------------------------------
+
+
+def has_global_module_hooks() -> bool:
+    """Whether a hook is registered that runs at every module of the process (`register_module_forward_hook`, ...)."""
+    return bool(
+        _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
+
+
+def in_functorch() -> bool:
+    """Whether a transformation of torch.func (vmap, grad, jvp) is at work."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def is_tracing() -> bool:
+    """Whether torch.jit.trace records what is computed."""
+    return _get_tracing_state() is not None
+
+
+def without_compile(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """The function as torch.compile leaves it alone; `fullgraph=True` says the reason. Public, but without types."""
+    found: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return found
+
+
+def is_faking() -> bool:
+    """Whether tensors are made without memory, to find out about shapes."""
+    return detect_fake_mode() is not None
+
+
+def leave_to_python(function: Callable[..., Any], reason: str) -> None:
+    """What torch.compiler.disable does to a function, without importing the compiler, which takes a second."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    # Neither its own frame nor those that it calls.
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def dispatches_to_python() -> bool:
+    """Whether a `TorchDispatchMode` sees every op (counters, fake tensors, functionalisation)."""
+    return _len_torch_dispatch_stack() > 0
+
+
+def in_forward_ad() -> bool:
+    """Whether forward-mode differentiation is at work."""
+    return forward_ad._current_level >= 0
+
+
+def compile_for_shapes(shapes: int) -> None:
+    """Lets torch.compile compile a function for so many shapes; beyond its limit it would silently run eagerly."""
+    config: Any = import_module("torch._dynamo.config")
+    config.recompile_limit = max(config.recompile_limit, shapes)
+
+
+def redistribution_logger() -> logging.Logger:
+    """Where DTensor says how it would rather be redistributed."""
+    return logging.getLogger("torch.distributed.tensor._redistribute")
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def constant_in_compile(function: FunctionT) -> FunctionT:
+    """torch.compile calls the function while it traces, and takes the result for a constant.
+
+    What torch.compiler.assume_constant_result does, without importing the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def op_name(op: Any) -> str:
+    """The full name of what `torch.library.custom_op` made."""
+    return str(op._qualname)
+
+
+def own_parameters(module: nn.Module) -> dict[str, Parameter | None]:
+    """The parameters of a module without its children, to read or to replace."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module without its children, to read or to replace."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The children of a module, to read or to replace."""
+    return module._modules
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that are not in its state dict."""
+    return module._non_persistent_buffers_set
+
+
+# Memory and machines ----------------------------------------------------------------------------------------
+
+
+def storage_id(storage: UntypedStorage) -> int:
+    """What tells a storage from all others that live, whichever Python object stands for it."""
+    return int(storage._cdata)
+
+
+def weak_storage(storage: UntypedStorage) -> Any:
+    """A reference that keeps no memory: `expired()` says whether the storage is gone."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    make: Any = StorageWeakRef  # which has no types
+    return make(storage)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions that multiply bfloat16 (AVX-512 BF16, AMX), as oneDNN would use them."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def symmetric_memory() -> Any:
+    """torch's symmetric memory: `empty` and `rendezvous`."""
+    return import_module("torch.distributed._symmetric_memory")
