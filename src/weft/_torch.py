@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C import DispatchKey, _dispatch_keys, _functorch, _get_tracing_state
+from torch import Tensor, UntypedStorage, nn
+from torch._C import DispatchKey, _dispatch_keys, _functorch, _get_tracing_state, _len_torch_dispatch_stack
 from torch._C._dynamo import eval_frame
 from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
@@ -157,23 +159,6 @@ def is_tracing() -> bool:
     return _get_tracing_state() is not None
 
 
-def is_transformed() -> bool:
-    """Whether a dispatch mode, a tracer, forward-mode gradients or a transform of torch.func is active."""
-    return is_counting() or is_tracing() or forward_ad._current_level >= 0 or in_functorch()
-
-
-def is_counting() -> bool:
-    """Whether any dispatch mode is active."""
-    return bool(torch._C._len_torch_dispatch_stack())
-
-
-def flop_registries() -> list[dict[Any, Any]]:
-    """The formulas of every active `FlopCounterMode`, by op: it copies torch's table when it is made."""
-    modes = _python_dispatch._get_current_dispatch_mode_stack()
-    found = [getattr(getattr(mode, "counter", None), "flop_registry", None) for mode in modes]
-    return [registry for registry in found if isinstance(registry, dict)]
-
-
 def without_compile(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """The function as torch.compile leaves it alone; `fullgraph=True` says the reason. Public, but without types."""
     found: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
@@ -195,9 +180,97 @@ def leave_to_python(function: Callable[..., Any], reason: str) -> None:
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
-# The machine ------------------------------------------------------------------------------------------------
+def dispatches_to_python() -> bool:
+    """Whether a `TorchDispatchMode` sees every op (counters, fake tensors, functionalisation)."""
+    return _len_torch_dispatch_stack() > 0
+
+
+def in_forward_ad() -> bool:
+    """Whether forward-mode differentiation is at work."""
+    return forward_ad._current_level >= 0
+
+
+def is_transformed() -> bool:
+    """Whether a dispatch mode, a tracer, forward-mode gradients or a transform of torch.func is active."""
+    return dispatches_to_python() or is_tracing() or in_forward_ad() or in_functorch()
+
+
+def flop_registries() -> list[dict[Any, Any]]:
+    """The formulas of every active `FlopCounterMode`, by op: it copies torch's table when it is made."""
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    found = [getattr(getattr(mode, "counter", None), "flop_registry", None) for mode in modes]
+    return [registry for registry in found if isinstance(registry, dict)]
+
+
+def compile_for_shapes(shapes: int) -> None:
+    """Lets torch.compile compile a function for so many shapes; beyond its limit it would silently run eagerly."""
+    config: Any = import_module("torch._dynamo.config")
+    config.recompile_limit = max(config.recompile_limit, shapes)
+
+
+def redistribution_logger() -> logging.Logger:
+    """Where DTensor says how it would rather be redistributed."""
+    return logging.getLogger("torch.distributed.tensor._redistribute")
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def constant_in_compile(function: FunctionT) -> FunctionT:
+    """torch.compile calls the function while it traces, and takes the result for a constant.
+
+    What torch.compiler.assume_constant_result does, without importing the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def op_name(op: Any) -> str:
+    """The full name of what `torch.library.custom_op` made."""
+    return str(op._qualname)
+
+
+def own_parameters(module: nn.Module) -> dict[str, Parameter | None]:
+    """The parameters of a module without its children, to read or to replace."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module without its children, to read or to replace."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The children of a module, to read or to replace."""
+    return module._modules
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that are not in its state dict."""
+    return module._non_persistent_buffers_set
+
+
+# Memory and machines ----------------------------------------------------------------------------------------
+
+
+def storage_id(storage: UntypedStorage) -> int:
+    """What tells a storage from all others that live, whichever Python object stands for it."""
+    return int(storage._cdata)
+
+
+def weak_storage(storage: UntypedStorage) -> Any:
+    """A reference that keeps no memory: `expired()` says whether the storage is gone."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    make: Any = StorageWeakRef  # which has no types
+    return make(storage)
 
 
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions that multiply bfloat16 (AVX-512 BF16, AMX), as oneDNN would use them."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def symmetric_memory() -> Any:
+    """torch's symmetric memory: `empty` and `rendezvous`."""
+    return import_module("torch.distributed._symmetric_memory")

@@ -14,6 +14,7 @@ from weft.errors import LabUnavailable
 from weft.timeline.text import format_bytes
 
 Status = Literal["ok", "missing", "broken"]
+_TESTED = "install a torch that weft was tested with: pip install torch==2.13.0"
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,37 @@ def _native_core() -> Check:
     return Check("native core", "ok", f"runs {_core.kernels().name}; this CPU can run {able}")
 
 
+def _has_torch() -> bool:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def _torch() -> Check:
     try:
         import torch
     except ImportError as e:
         return Check("torch", "broken", f"cannot be imported: {e}", "pip install 'torch>=2.6'")
     return Check("torch", "ok", torch.__version__)
+
+
+def _torch_names() -> Check:
+    """What weft uses of torch that torch does not promise to keep."""
+    what = "torch internals"
+    if not _has_torch():
+        return Check(what, "missing", "torch cannot be imported")
+    try:
+        from weft._torch_check import self_check
+
+        found = self_check()
+    except (ImportError, AttributeError) as e:  # a name is gone that is imported where it is used
+        return Check(what, "broken", f"this torch lacks a name: {e}", _TESTED)
+    wrong = [f"{finding.name}: {finding.detail}" for finding in found if not finding.ok]
+    if wrong:
+        return Check(what, "broken", "; ".join(wrong), _TESTED)
+    return Check(what, "ok", f"the {len(found)} private names that weft uses mean what they should")
 
 
 def _backends() -> Check:
@@ -111,10 +137,10 @@ def _backends() -> Check:
 
 
 def _threads() -> Check:
-    try:
-        import torch
-    except ImportError:
+    if not _has_torch():
         return Check("threads", "missing", "torch cannot be imported")
+    import torch
+
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     if threads > cores:
         remedy = f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}"
@@ -158,10 +184,10 @@ def _shared_memory() -> Check:
 
 
 def _cuda() -> Check:
-    try:
-        import torch
-    except ImportError:
+    if not _has_torch():
         return Check("cuda", "missing", "torch cannot be imported")
+    import torch
+
     if not torch.cuda.is_available():
         return Check("cuda", "missing", "none; weft runs on the CPU")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -179,6 +205,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _cpu,
     _native_core,
     _torch,
+    _torch_names,
     _backends,
     _threads,
     _namespaces,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft._torch import compile_for_shapes
 from weft.bench.packed_inputs import Padded
 from weft.packed import pack
 
@@ -91,8 +92,7 @@ def hugging_face(attention: str) -> Callable[[Any, Padded], Call]:
 def compiled(model: Any, batch: Padded) -> Call:
     """Compiled for each shape by itself, with the weights as constants, which lets the compiler pack them."""
     model.set_attn_implementation("sdpa")
-    dynamo: Any = import_module("torch._dynamo.config")
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _SHAPES)  # beyond it, it would run eagerly and not say so
+    compile_for_shapes(_SHAPES)
     fast = torch.compile(
         lambda ids, mask: model(ids, attention_mask=mask).last_hidden_state, options={"freezing": True}
     )

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from weft._torch import redistribution_logger
 from weft.lab import Rank
 from weft.layout import ShardSizes
 from weft.reshard import TensorSpec
@@ -26,7 +27,7 @@ def full_broadcast(specs: Sequence[TensorSpec], rank: Rank, src: Shards, dst: Sh
     """`DTensor.full_tensor` on the trainer, a broadcast to the inference ranks, and a slice there; one by one."""
     mesh, group = _device_mesh(specs[0], "src"), _receivers(specs[0])
     # It advises to flatten the mesh; but nested and flat cuts differ where a dim does not divide.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    redistribution_logger().setLevel(logging.ERROR)
 
     def run() -> None:
         for i, spec in enumerate(specs):

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft._torch import constant_in_compile
+
 NATIVE, TRITON = "native", "triton"
 
 # The table. Only `routed` changes it, for as long as its block lasts.
@@ -70,6 +72,7 @@ def kernels_for(tensor: Tensor) -> Kernels:
     return _find(tensor.device.type, tensor.dtype)
 
 
+@constant_in_compile  # an implementation cannot be loaded while a function is traced, so the tracer calls this
 def layout_on(device: str, dtype: torch.dtype) -> str:
     """The layout of packed weights.
 
@@ -77,11 +80,6 @@ def layout_on(device: str, dtype: torch.dtype) -> str:
     True
     """
     return _find(device, dtype).layout
-
-
-# What torch.compiler.assume_constant_result does, without importing the compiler: an implementation cannot be loaded
-# while a function is traced, so the tracer calls this.
-layout_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _find(device: str, dtype: torch.dtype) -> Kernels:

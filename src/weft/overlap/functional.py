@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft._torch import is_counting
+from weft._torch import dispatches_to_python
 from weft.kernels import PackedWeight
 from weft.kernels.dispatch import dtypes_on, is_supported
 from weft.kernels.plain import is_plain
@@ -152,7 +152,7 @@ def _reduce(
 
 def _is_plain(*tensors: Tensor | None) -> bool:
     plain = is_plain(*tensors)
-    if not plain and not torch.compiler.is_compiling() and is_counting():
+    if not plain and not torch.compiler.is_compiling() and dispatches_to_python():
         from weft.overlap.flops import tell_counters  # of no use to anybody else
 
         tell_counters()
