@@ -26,7 +26,7 @@ _START_SECONDS, _ANSWER_SECONDS = 600.0, 120.0
 
 def documented(part: str) -> list[str]:
     """The command lines of docs/vllm.md that have `part` in them, in order."""
-    blocks = re.findall(r"^```(?:sh|bash)?\n(.*?)^```$", _PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", _PAGE.read_text(), re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", "").splitlines()
     return [line.split("  #")[0].strip() for line in lines if part in line]
 
