@@ -184,6 +184,16 @@ def _check_zeros() -> str:
     )
 
 
+def _check_flops() -> str:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        found = _torch.flop_registries()
+    return _unless(
+        found == [counter.flop_registry] and not _torch.flop_registries(), "a counter's formulas are not found"
+    )
+
+
 _CHECKS: dict[str, Callable[[], str]] = {
     "group_store": lambda: _lacks(distributed_c10d, "_get_process_group_store"),
     "group_by_name": lambda: _lacks(distributed_c10d, "_resolve_process_group"),
@@ -211,6 +221,8 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "leave_to_python": _check_left_to_python,
     "without_compile": lambda: _lacks(torch.compiler, "disable"),  # to call it would import the compiler
     "dispatches_to_python": _check_modes,
+    "is_transformed": _check_modes,
+    "flop_registries": _check_flops,
     "in_forward_ad": _check_forward_ad,
     "constant_in_compile": lambda: _of_source("_dynamo/decorators.py", "_dynamo_marked_constant"),
     "op_name": _check_op_name,

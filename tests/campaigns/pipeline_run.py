@@ -364,7 +364,9 @@ def break_stage(pipe: Pipeline, raises: Raise) -> None:
     if raises.phase == "forward":
         module.register_forward_pre_hook(lambda *_: counted())
     elif raises.phase == "backward":
-        module.mix[0].register_forward_hook(lambda _module, _args, y: y.requires_grad and y.register_hook(counted) and None)
+        module.mix[0].register_forward_hook(
+            lambda _module, _args, y: y.requires_grad and y.register_hook(counted) and None
+        )
     elif raises.phase == "weights":
         module.mix[0].weight.register_hook(counted)
     else:

@@ -17,8 +17,10 @@ TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FI
 # Which packages may import which: those that stand before them.
 ORDER = (
     ("errors", "_core", "_torch"),
+    ("_torch_check",),
     ("layout", "timeline"),
-    ("comm", "kernels"),
+    ("comm",),
+    ("kernels",),
     ("tracing", "cluster"),
     ("overlap", "reshard", "packed"),
     ("pipeline",),
