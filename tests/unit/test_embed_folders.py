@@ -11,6 +11,7 @@ pytest.importorskip("sentence_transformers")
 from embed_folders import TEXTS, WIDTH, folder, tokenizer, write
 
 from weft.packed.embed import Encoder
+from weft.packed.embed.recipe import ACTIVATIONS
 
 
 @pytest.fixture(autouse=True)
@@ -341,6 +342,19 @@ def test_a_row_does_not_depend_on_its_batch(tmp_path, family, pooling):
     for at_once in (2, 3, len(TEXTS)):
         torch.set_num_threads(1 + at_once % 2)
         assert torch.equal(ours(path, at_once=at_once), want)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_a_row_of_dense_does_not_depend_on_its_place(tmp_path, activation):
+    """Of a width that no vector register divides."""
+    dense = {"out_features": 7, "activation_function": f"torch.nn.modules.activation.{activation}"}
+    path = folder(tmp_path / "m", modules=("Pooling", "Dense", "Normalize"), dense=dense)
+    layer = Encoder(path)._steps[0]
+    x = torch.randn(3000, WIDTH, generator=torch.Generator().manual_seed(0))
+    whole = layer(x)
+    assert torch.equal(torch.cat([layer(part) for part in x.split(17)]), whole)
+    assert torch.equal(layer(x.flip(0)).flip(0), whole)
+    assert layer(x[:0]).shape == (0, 7)
 
 
 def test_texts_without_a_token(tmp_path):

@@ -72,7 +72,10 @@ class DenseLayer:
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        y: Tensor = self._activation(linear(x, self._weight, bias=self._bias))
+        y = linear(x, self._weight, bias=self._bias)
+        if not isinstance(self._activation, nn.Identity) and len(y):
+            # Row by row: torch computes the last few elements of a tensor by other instructions than the rest.
+            y = torch.stack([self._activation(row) for row in y])
         if self._residual:
             y = y + (x if self._side is None else linear(x, self._side))
         return y
