@@ -40,6 +40,10 @@ class PeerMismatch(WeftError):
     """Ranks were about to do different things; the message names both sides. No byte has moved."""
 
 
+class WindowUnavailable(WeftError):
+    """Ranks of one host cannot share memory; the message names the rank, the reason and the remedy."""
+
+
 class RankFailed(WeftError):
     """A rank of a lab raised, died or was killed; the message carries its own traceback."""
 

@@ -238,7 +238,7 @@ def test_sizes_must_make_sense() -> None:
 
 def test_memory_that_cannot_be_had_is_an_error_on_all_ranks() -> None:
     for text in run_ranks(create_with, 2, [(1 << 61, 0)] * 2):
-        assert text.startswith("WeftError: no window of"), text
+        assert text.startswith("WindowUnavailable: no window of"), text
         assert "on rank 0: " in text
 
 

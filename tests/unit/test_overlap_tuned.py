@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import json
 import multiprocessing as mp
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,18 @@ def test_a_bad_entry_does_not_spoil_the_others(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert load(tmp_path / "none.json")[0] == []
     assert load(tmp_path)[0] == [], "a directory is no file"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_the_file_has_the_mode_of_any_new_file(tmp_path: Path, mask: int) -> None:
+    path = tmp_path / "plans.json"
+    before = os.umask(mask)
+    try:
+        tuned.save(path, [])
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    path.chmod(0o640)
+    tuned.save(path, [])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plans.json", "plans.json.lock"]

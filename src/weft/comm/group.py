@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from weft.comm.deadline import Deadline
-from weft.comm.hosts import hosts_of
+from weft.comm.hosts import host_ids_of, number_hosts, why_apart
 from weft.comm.listen import listening
 from weft.comm.tags import CLAIM_BYTES, DEFAULT_TAG, FIRST_TAG, Lease, Line, Mark, Tag, ledger_of, turn
 from weft.comm.tell import MOST_BYTES, swap, tell
@@ -83,7 +83,7 @@ class Group:
     """A process group whose waits all end, with its ranks' hosts. Making one is collective over `pg`.
 
     Ranks count within the group. `timeout` seconds is the deadline of each operation that is not given its
-    own.
+    own. `hosts` has the host of each rank; `apart` says why ranks of one machine count as several, where they do.
 
         group = Group(pg, timeout=30.0)
         group.agree("all_gather_matmul", "x_shard [512, 4096] bfloat16")
@@ -103,7 +103,8 @@ class Group:
         self.pg = pg
         self.rank, self.size = pg.rank(), pg.size()
         self.timeout, self.line = timeout, line
-        self.hosts = hosts_of(pg, timeout=timeout)
+        ids = host_ids_of(pg, timeout=timeout)
+        self.hosts, self.apart = number_hosts(ids), why_apart(ids)
 
     def send(self, tensor: Tensor, dst: int, *, tag: int = DEFAULT_TAG) -> Transfer:
         """Starts to send `tensor` to rank `dst`, as bytes: any dtype and shape, contiguous.

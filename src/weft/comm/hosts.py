@@ -12,19 +12,46 @@ from torch.distributed.distributed_c10d import Store
 from weft.comm.deadline import Deadline
 from weft.comm.rendezvous import meeting
 
+_MEMORY = " "  # between what names the card and what names the memory
+
 
 def host_id() -> str:
-    """A name that two processes have in common exactly if they run on one host.
+    """A name that two processes have in common exactly if they run on one host: share a network card, and memory.
 
     The kernel's boot id tells machines apart, the network namespace tells the lab's hosts apart on one
     machine. The hostname is not used: containers of one machine have different ones, and cloned images the
-    same.
+    same. Containers may share the card and still not see each other's processes, which is how memory is shared:
+    what is apart in that, or runs as another user, counts as another host.
 
     >>> host_id() == host_id()
     True
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/net:{os.stat('/proc/self/ns/net').st_ino}"
+    net, pid, user = map(_namespace, ("net", "pid", "user"))
+    return f"{boot}/net:{net}{_MEMORY}pid:{pid}/user:{user}:{os.geteuid()}"
+
+
+def _namespace(kind: str) -> int:
+    try:
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    except FileNotFoundError:  # a kernel without namespaces of this kind
+        return 0
+
+
+def why_apart(ids: Sequence[str]) -> str:
+    """Why ranks of one machine count as several hosts; "" where none do.
+
+    >>> why_apart(["a/net:1 pid:2/user:3:0", "a/net:1 pid:9/user:3:0"])
+    'ranks 0, 1 share a network card but not memory: other PID namespaces or users'
+    """
+    cards: dict[str, list[int]] = {}
+    for rank, name in enumerate(ids):
+        cards.setdefault(name.split(_MEMORY)[0], []).append(rank)
+    split = [ranks for ranks in cards.values() if len({ids[rank] for rank in ranks}) > 1]
+    if not split:
+        return ""
+    who = "; ranks ".join(", ".join(map(str, ranks)) for ranks in split)
+    return f"ranks {who} share a network card but not memory: other PID namespaces or users"
 
 
 def number_hosts(ids: Sequence[str]) -> tuple[int, ...]:
@@ -42,5 +69,13 @@ def hosts_of(pg: ProcessGroup, *, timeout: float, store: Store | None = None) ->
 
     `store` is for groups that torch.distributed does not know; it must be private to this group.
     """
+    return number_hosts(host_ids_of(pg, timeout=timeout, store=store))
+
+
+_MEMORY = " "  # between what names the card and what names the memory
+
+
+def host_ids_of(pg: ProcessGroup, *, timeout: float, store: Store | None = None) -> list[str]:
+    """The `host_id` of each rank of `pg`. Collective, as `hosts_of`."""
     with meeting(pg, "hosts", ("enter",), deadline=Deadline.after(timeout), store=store) as held:
-        return number_hosts(held.gather("enter", host_id()))
+        return held.gather("enter", host_id())

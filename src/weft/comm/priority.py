@@ -9,10 +9,30 @@ sequential ones lose nothing.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 _LOOPS = ("gloo_tcp_loop",)
+_leave_alone: ContextVar[bool] = ContextVar("weft_leave_gloo_threads_alone", default=False)
+
+
+@contextmanager
+def keep_gloo_priority() -> Iterator[None]:
+    """Process groups that weft first meets in this block leave gloo's threads as they are.
+
+    Otherwise the first call on a group makes all gloo threads of the process batch threads, those of other groups and
+    of torch's own collectives among them: a message alone then takes a little longer where all cores are busy.
+
+        with weft.overlap.keep_gloo_priority():
+            y = weft.matmul_all_reduce(x, w, group=group)
+    """
+    token = _leave_alone.set(True)
+    try:
+        yield
+    finally:
+        _leave_alone.reset(token)
 
 
 def make_way_for_compute() -> int:
@@ -20,6 +40,8 @@ def make_way_for_compute() -> int:
 
     For threads that exist, so after the process group is made; again is harmless.
     """
+    if _leave_alone.get():
+        return 0
     found = 0
     with suppress(OSError, AttributeError):  # no /proc, or no such policy: then it stays as it is
         for task in Path("/proc/self/task").iterdir():

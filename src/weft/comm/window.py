@@ -10,6 +10,7 @@ between its creation and its unlinking leaks it, and its size is bounded by that
 
 from __future__ import annotations
 
+import fcntl
 import math
 import mmap
 import os
@@ -30,7 +31,7 @@ from weft.comm.hosts import host_id
 from weft.comm.rendezvous import Meeting, meeting
 from weft.comm.signal import Counters
 from weft.comm.tags import Line
-from weft.errors import PeerMismatch, WeftError
+from weft.errors import PeerMismatch, WindowUnavailable
 
 _NAME = "weft-window"
 _TOKEN_BYTES = 16
@@ -209,7 +210,7 @@ def _share(meeting: Meeting, ranks: tuple[int, ...], size: int) -> Tensor:
         failures = meeting.gather("mapped", failure)
     for rank, reason in enumerate(failures):
         if reason is not None:
-            raise WeftError(f"no window of {size} bytes on rank {rank}: {reason}")
+            raise WindowUnavailable(f"no window of {size} bytes on rank {rank}: {reason}")
     return memory
 
 
@@ -217,9 +218,11 @@ def _offer(meeting: Meeting, size: int, files: ExitStack) -> Tensor:
     """Makes the memory and posts where it is: process, descriptor, and the token in its first bytes."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     try:
-        fd = os.memfd_create(_NAME)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         files.callback(os.close, fd)
         os.ftruncate(fd, size)
+        # Nobody who has the descriptor can cut the memory under the others' feet.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         os.pwrite(fd, token, 0)
         memory = _map(fd, size)
     except (OSError, OverflowError) as error:

@@ -1,5 +1,6 @@
 """Matmuls that communicate while they compute."""
 
+from weft.comm.priority import keep_gloo_priority
 from weft.overlap.curves import Curve, Curves
 from weft.overlap.functional import all_gather_matmul, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
 from weft.overlap.linear import ColwiseOverlap, RowwiseOverlap
@@ -18,6 +19,7 @@ __all__ = [
     "Transport",
     "all_gather_matmul",
     "curves_of",
+    "keep_gloo_priority",
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",

@@ -53,7 +53,7 @@ class Asked:
 def resolve(context: Context, call: Call, asked: Asked) -> tuple[OverlapPlan, str]:
     """The plan to follow, and what all ranks must say alike. Collective when the group has no plan yet."""
     if asked.plan:
-        plan = given_plan(context, asked)
+        plan = context.feasible(given_plan(context, asked))
         return plan, call_text(plan, bias=asked.bias)
     plan_or_none = context.planner.known(*asked.shape)
     call.question = partial(_question, asked, context.hosts)
@@ -64,7 +64,8 @@ def resolve(context: Context, call: Call, asked: Asked) -> tuple[OverlapPlan, st
         context.agreement.meet(none, deadline=call.deadline)
         plan_or_none = context.planner.make(*asked.shape)
     call.plan = plan_or_none
-    return plan_or_none, call_text(plan_or_none, bias=asked.bias)
+    plan = context.feasible(plan_or_none)
+    return plan, call_text(plan, bias=asked.bias)
 
 
 def _question(asked: Asked, hosts: tuple[int, ...]) -> str:

@@ -12,7 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from torch.distributed import ProcessGroup
 
@@ -22,9 +23,10 @@ from weft.comm.deadline import Deadline, timeout_of
 from weft.comm.priority import make_way_for_compute
 from weft.comm.rendezvous import store_of
 from weft.comm.tags import Line
-from weft.errors import PeerMismatch, PeerTimeout, WeftError
+from weft.errors import PeerMismatch, PeerTimeout, WeftError, WindowUnavailable
 from weft.overlap.agreement import Agreement, Posted, Statement
 from weft.overlap.memory import Bank, Need
+from weft.overlap.plan import OverlapPlan, Transport
 from weft.overlap.planner import Planner
 from weft.overlap.weights import WeightCache
 from weft.overlap.worker import Worker
@@ -66,9 +68,14 @@ class Context:
         make_way_for_compute()
         self.rank, self.size, self.hosts = self.group.rank, self.group.size, self.group.hosts
         shares_host = len(set(self.hosts)) < self.size
-        self.agreement = Agreement(self.group, windows=shares_host)
+        self.no_windows = ""  # why ranks of a host do not share memory, where they could not
+        try:
+            self.agreement = Agreement(self.group, windows=shares_host)
+        except WindowUnavailable as error:  # on all ranks
+            self.no_windows, shares_host = str(error), False
+            self.agreement = Agreement(self.group, windows=False)
         self.sender, self.finisher = Worker("weft-overlap"), Worker("weft-overlap-finish")
-        self.planner = Planner(self.group)
+        self.planner = Planner(self.group, why=self.no_windows or self.group.apart)
         self.weights = WeightCache()
         self._banks = [Bank(pg, line, windows=shares_host, timeout=timeout) for _ in range(2)]
         self.kept: dict[object, object] = {}  # what executors keep for this group
@@ -76,6 +83,12 @@ class Context:
         self._failure: str | None = None
         self._turn = threading.Lock()
         self._process = os.getpid()
+
+    def feasible(self, plan: OverlapPlan) -> OverlapPlan:
+        """The plan as it can be followed here: by messages where the ranks of a host cannot share memory."""
+        if not self.no_windows or plan.transport is not Transport.WINDOWS:
+            return plan
+        return _by_messages(plan, self.no_windows)
 
     @contextmanager
     def call(self) -> Iterator[Call]:
@@ -129,6 +142,11 @@ class Context:
             self.agreement.confirm(call.posted, deadline=call.deadline)
             call.agreed = True
             self._calls += 1
+
+
+@lru_cache(maxsize=1024)
+def _by_messages(plan: OverlapPlan, why: str) -> OverlapPlan:
+    return replace(plan, transport=Transport.MESSAGES, reason=f"by messages: {why}")
 
 
 def context_of(pg: ProcessGroup, line: Line = Line.OVERLAP) -> Context:

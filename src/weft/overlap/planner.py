@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from weft.comm import Group
 from weft.overlap.choose import choose_plan, choose_sequential
@@ -21,8 +22,9 @@ class Planner:
     may hear of a plan a moment before another; then rank 0's counts (see `agreement.py`).
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, *, why: str = "") -> None:
+        """`why` is told with every plan: what there is to say about the group."""
+        self._group, self._why = group, why
         self._lock = threading.Lock()
         self._plans: dict[tuple[object, ...], OverlapPlan] = {}
         self._fitted: dict[tuple[object, ...], OverlapPlan] = {}  # making and checking a plan takes 30 us
@@ -48,7 +50,8 @@ class Planner:
         curves, mine = self.curves(group), ""
         if group.rank == 0:
             choose = choose_plan if self.overlaps else choose_sequential
-            mine = str(choose(op, m, n, k, dtype=dtype, hosts=group.hosts, curves=curves))
+            chosen = choose(op, m, n, k, dtype=dtype, hosts=group.hosts, curves=curves)
+            mine = str(replace(chosen, reason=f"{chosen.reason}; {self._why}") if self._why else chosen)
         told = OverlapPlan.parse(group.tell("a plan", mine)[0])
         self.use(told)
         return told.fit(m=m, n=n, k=k)

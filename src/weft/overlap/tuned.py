@@ -13,7 +13,8 @@ import fcntl
 import json
 import os
 import platform
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,12 +126,16 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    """The file has the mode that it had, or what the umask leaves, as any new file."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
         try:
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
+            os.replace(part, path)
         except BaseException:
-            os.unlink(file.name)
+            os.unlink(part)
             raise

@@ -104,7 +104,7 @@ class Wire(Group):
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
         self.pg, self.rank, self.size, self.hosts = wires.up.pg, wires.rank, wires.size, wires.hosts
-        self.timeout, self.line = LONGEST_SECONDS, wires.up.line
+        self.timeout, self.line, self.apart = LONGEST_SECONDS, wires.up.line, wires.up.apart
 
     def send(self, tensor: Tensor, dst: int, *, tag: int = DEFAULT_TAG) -> Transfer:
         """Sends on the connection for that direction."""

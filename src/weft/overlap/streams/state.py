@@ -48,7 +48,7 @@ class State:
         self.timeout = context.group.timeout
         self.late = Late.on(like.device)
         self.device = device_of(like, self.late)
-        self.maps = can_map(self.pg, context.hosts, like)
+        self.maps = can_map(self.pg, context.hosts, like) and not context.no_windows
         self._like = like.new_empty(0)
         self._peers: Peers | None = None
         self._captured: list[object] = []  # graphs hold addresses of this memory
