@@ -455,7 +455,7 @@ class Life:
             for number, layer in enumerate(layers):
                 if self.family != "Bert":
                     (layer.attn if self.family == "GPT2" else layer.self_attn).layer_idx = number
-        if way == "cut":
+        if way == "cut" and not self.fsdp:
             self._make_optimisers()
 
     def copy(self) -> None:

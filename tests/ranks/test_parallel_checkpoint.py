@@ -325,3 +325,23 @@ def move_live() -> None:
 
 def test_a_live_model_moves_to_another_mesh() -> None:
     run_ranks(move_live, 3)
+
+
+def save_at_odds(folder: str) -> None:
+    """Ranks that were told different things: without a comparison, rank 0 would publish what others did not write."""
+    model, _ = make()
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=r"ranks save different steps: \[1, 2\]"):
+        save_checkpoint(folder, 1 + rank, model)
+    odd = {"rng": torch.ones(1)} if rank == 1 else {}
+    with pytest.raises((WeftError, ValueError), match="extra holds what JSON cannot say"):
+        save_checkpoint(folder, 1, model, extra=odd)
+    with pytest.raises((WeftError, ValueError), match="is not what rank 0 sees there"):
+        save_checkpoint(f"{folder}/{rank}", 1, model)
+    assert not has_checkpoint(folder)
+    save_checkpoint(folder, 1, model)
+
+
+def test_ranks_at_odds_save_nothing(tmp_path: Path) -> None:
+    run_ranks(save_at_odds, 2, str(tmp_path))
+    assert has_checkpoint(tmp_path)

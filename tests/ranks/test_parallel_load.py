@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from weft.errors import WeftError
 from weft.parallel.files.load import load_sharded
 from weft.parallel.files.save import save_model
-from weft.parallel.files.weight_files import BLOCK_BYTES
+from weft.parallel.files.weight_files import BLOCK_BYTES, WeightFiles
 
 PLACEMENTS: dict[str, list[Any]] = {
     "rows": [Replicate(), Shard(0)],
@@ -106,6 +108,35 @@ def test_files_with_an_index_and_a_tied_weight_under_its_other_name(tmp_path: Pa
     tensors["tied"] = tensors.pop("rows")
     write_sharded(tmp_path, tensors)
     run_ranks(load_index_and_tied_name, 4, str(tmp_path))
+
+
+def test_tied_weights_that_differ_in_the_files(tmp_path: Path) -> None:
+    """One of them would be lost without a word. Those that are equal are fine."""
+    tensors = values()
+    tensors["tied"] = tensors["rows"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    run_ranks(load_index_and_tied_name, 4, str(tmp_path))
+    tensors["tied"][4:] += 1.0  # on some ranks only
+    save_file(tensors, tmp_path / "model.safetensors")
+    problem = "rows and tied are one tied tensor in the model, but differ in the files (rank 1, 3)"
+    run_ranks(refused, 4, str(tmp_path), [problem])
+
+
+def unreadable_on_one_rank(folder: str) -> None:
+    bag = distributed_bag("cpu")
+    broken = OSError("the disk is gone") if dist.get_rank() == 2 else None
+    with (
+        pytest.raises((WeftError, OSError), match="the disk is gone"),
+        mock.patch.object(WeightFiles, "copy_into", side_effect=broken),
+    ):
+        load_sharded(bag, folder)
+    assert_usable()
+
+
+def test_a_rank_that_cannot_read_fails_all(tmp_path: Path) -> None:
+    """Nobody goes on with half a model."""
+    save_file(values(), tmp_path / "model.safetensors")
+    run_ranks(unreadable_on_one_rank, 4, str(tmp_path))
 
 
 def refused(folder: str, lines: list[str]) -> None:

@@ -28,7 +28,7 @@ from weft.parallel.inference.hf import answer
 from weft.parallel.inference.program import RankProgram
 from weft.parallel.keep import kept_tokens
 from weft.parallel.loss import IGNORED, check_targets, cross_entropy
-from weft.parallel.surface import ParallelModel
+from weft.parallel.surface import ParallelModel, gathered
 from weft.parallel.told import digest
 from weft.parallel.training import logits
 
@@ -143,14 +143,8 @@ class ParallelVocabulary(ParallelModel):
     def weft_alone(self) -> Iterator[ParallelEngine]:
         """The engine, while nobody else calls the model; with FSDP around it, its parameters are gathered."""
         module: Any = self
-        with self._weft_ranks.lock:
-            if isinstance(module, FSDPModule):
-                module.unshard()
-            try:
-                yield self.weft_engine()
-            finally:
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        with self._weft_ranks.lock, gathered(module):
+            yield self.weft_engine()
 
     def _check_cache(self, arguments: dict[str, Any]) -> None:
         """Raises where a call that is no inference asks for a cache, and says why it is none."""

@@ -6,10 +6,13 @@ import copy
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft._torch import in_functorch, is_tracing
@@ -27,6 +30,19 @@ def check_caller() -> None:
         raise Unsupported("torch.export: a parallel model cannot be exported; export the model before parallelize")
     if in_functorch():
         raise Unsupported("torch.func (vmap, grad, jvp): a parallel model cannot be transformed; call it directly")
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """With FSDP around a model, its parameters lie on the one axis that shares it; collective over the other."""
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
 
 
 class ParallelModel:
@@ -75,7 +91,8 @@ class ParallelModel:
         # What Hugging Face's own method writes into the config, too.
         model.config.dtype = str(model.dtype).removeprefix("torch.")
         model.config.architectures = [type(self).__name__.removeprefix("FSDP")]
-        save_model(model, os.fspath(save_directory), max_file_bytes=_bytes(max_shard_size))
+        with gathered(model):
+            save_model(model, os.fspath(save_directory), max_file_bytes=_bytes(max_shard_size))
 
     def resize_token_embeddings(self, *args: Any, **options: Any) -> Any:
         raise Unsupported(

@@ -77,15 +77,22 @@ def save_checkpoint(
     """
     if step < 0 or keep < 1:
         raise ValueError(f"step is {step} and keep {keep}, expected a step of at least 0 and to keep at least 1")
-    about = json.dumps({"step": step, "extra": dict(extra or {})})  # raises before anything is written
     folder, first = Folder(Path(directory)), rank_of(group) == 0
     final: Path | None = None
     begun: Writing | None = None
+    about = ""
+    steps = {said for (said,) in tell_all("save_checkpoint", [step], group=group, timeout=timeout)}
+    if len(steps) > 1:
+        raise ValueError(f"ranks save different steps: {sorted(steps)}; give the same step on all ranks")
     try:
         with together("save_checkpoint", group=group, timeout=timeout):
+            about = _about(step, extra)  # raises before anything is written
             begun = folder.begin(step) if first else None
         name = tell_all("save_checkpoint", begun and begun.path.name, group=group, timeout=timeout)[0]
         part = folder.part(name)
+        with together("save_checkpoint", group=group, timeout=timeout):
+            if not part.is_dir():
+                raise ValueError(f"{folder.root} is not what rank 0 sees there, expected a file system that all share")
         with together("save_checkpoint", group=group, timeout=timeout):
             # One file and one thread a rank; each file is forced to the disk.
             writer = FileSystemWriter(part, single_file_per_rank=True, sync_files=True, thread_count=1)
@@ -161,6 +168,13 @@ def _as_error(done: str) -> Iterator[None]:
     except CheckpointException as error:
         told = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
         raise WeftError(f"the checkpoint was not {done}: {told}") from error
+
+
+def _about(step: int, extra: Mapping[str, Any] | None) -> str:
+    try:
+        return json.dumps({"step": step, "extra": dict(extra or {})})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra holds what JSON cannot say: {error}") from error
 
 
 def _alone(group: ProcessGroup | None) -> bool:

@@ -18,7 +18,7 @@ from weft.comm.deadline import FILES
 from weft.comm.tell import tell_all
 from weft.layout.value import Box
 from weft.parallel.files.materialise import Slot, materialise, slots
-from weft.parallel.files.together import join_problems
+from weft.parallel.files.together import join_problems, together
 from weft.parallel.files.weight_files import DTYPES, WeightFiles
 from weft.reshard.dtensor import layout_of_dtensor
 
@@ -42,8 +42,9 @@ def load_sharded(
     shards and one block. Names are those of the `state_dict`, with or without the prefix of the base model, as
     Hugging Face has it; a tied weight may be there under any of its names. A stage of a pipeline loads its part.
 
-    Whatever does not fit (missing, extra or misshapen tensors, unreadable or truncated files, an index that leaves
-    its folder) is one `ValueError` with all of it, on every rank, before anything is loaded.
+    Whatever does not fit (missing, extra or misshapen tensors, tied ones that differ, unreadable or truncated files, an
+    index that leaves its folder) is one `ValueError` with all of it, on every rank, before anything is loaded. A rank
+    that fails to read after that fails all.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file
@@ -72,11 +73,12 @@ def load_sharded(
             + "\n  ".join(problems)
             + "\nexpected each tensor of the model's state_dict once; check path and configuration"
         )
-    if any(slot.tensor.is_meta for slot in slots(model)):
-        materialise(model, device=_device(model) if device is None else device)
-    with torch.no_grad():
-        for slot, source in zip(slots(model), found.sources, strict=True):
-            _fill(slot, files, source)
+    with together("load_sharded", group=group, timeout=timeout):
+        if any(slot.tensor.is_meta for slot in slots(model)):
+            materialise(model, device=_device(model) if device is None else device)
+        with torch.no_grad():
+            for slot, source in zip(slots(model), found.sources, strict=True):
+                _fill(slot, files, source)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def _match(model: nn.Module, files: WeightFiles) -> _Match:
             if not files.problems:
                 problems.append(f"{' or '.join(slot.names)} is missing")
             continue
-        problems += [problem for name in known[:1] if (problem := _misfit(slot, name, files))]
+        found = [problem for name in known if (problem := _misfit(slot, name, files))]
+        problems += found or _contradictions(slot, known, files)
     return _Match(sources, used, problems)
 
 
@@ -113,7 +116,24 @@ def _misfit(slot: Slot, name: str, files: WeightFiles) -> str | None:
         return f"{name} is {stored.dtype}, expected one that can be cast to {str(tensor.dtype).removeprefix('torch.')}"
     if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
         return f"{name} is placed as {tensor.placements}, expected Shard or Replicate: terms of a sum cannot be loaded"
+    try:
+        box_of(tensor)
+    except ValueError as error:
+        return f"{name}: {error}; load before fully_shard"
     return None
+
+
+def _contradictions(slot: Slot, names: list[str], files: WeightFiles) -> list[str]:
+    """A tied tensor that is there under several names must be the same under each; this rank compares its own part."""
+    box = box_of(slot.tensor)
+    found: list[str] = []
+    for name in names[1:]:
+        if box is None:
+            break
+        pairs = zip(files.blocks(names[0], box), files.blocks(name, box), strict=True)
+        if not all(torch.equal(a.to(slot.tensor.dtype), b.to(slot.tensor.dtype)) for (_, a), (_, b) in pairs):
+            found.append(f"{names[0]} and {name} are one tied tensor in the model, but differ in the files")
+    return found
 
 
 def _renaming(model: nn.Module, wanted: list[Slot], files: WeightFiles) -> Any:
