@@ -44,9 +44,9 @@ def is_healthy(checks: Sequence[Check]) -> bool:
 def render(checks: Sequence[Check]) -> str:
     """One line a check, with the remedy after an arrow.
 
-    >>> print(render([Check("tc", "missing", "not found", "install iproute2"), Check("torch", "ok", "2.6")]))
+    >>> print(render([Check("tc", "missing", "not found", "install iproute2"), Check("torch", "ok", "2.13")]))
     missing  tc     not found -> install iproute2
-    ok       torch  2.6
+    ok       torch  2.13
     """
     status, name = max(len(c.status) for c in checks), max(len(c.name) for c in checks)
     remedies = [f" -> {c.remedy}" if c.remedy else "" for c in checks]
@@ -93,7 +93,7 @@ def _torch() -> Check:
     try:
         import torch
     except ImportError as e:
-        return Check("torch", "broken", f"cannot be imported: {e}", "pip install 'torch>=2.6'")
+        return Check("torch", "broken", f"cannot be imported: {e}", "pip install 'torch>=2.13'")
     return Check("torch", "ok", torch.__version__)
 
 
@@ -119,7 +119,7 @@ def _backends() -> Check:
     try:
         import torch.distributed as dist
     except ImportError as e:
-        return Check("process groups", "broken", f"cannot be imported: {e}", "pip install 'torch>=2.6'")
+        return Check("process groups", "broken", f"cannot be imported: {e}", "pip install 'torch>=2.13'")
     if not dist.is_available():
         return Check("process groups", "broken", "this torch has none", "install a torch built with USE_DISTRIBUTED=1")
     found = {

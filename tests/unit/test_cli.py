@@ -210,7 +210,7 @@ def test_doctor_as_json() -> None:
     ("module", "broken", "remedy"),
     [
         ("weft._core", ["native core"], "-> install weft from a wheel"),
-        ("torch", ["torch", "process groups"], "-> pip install 'torch>=2.6'"),
+        ("torch", ["torch", "process groups"], "-> pip install 'torch>=2.13'"),
     ],
 )
 def test_doctor_fails_without_what_is_required_and_goes_on(

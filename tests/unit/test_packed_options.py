@@ -294,3 +294,25 @@ def test_training_a_head_learns_with_every_dropout():
         optimizer.step()
         losses.append(float(loss.detach()))
     assert sum(losses[-3:]) < sum(losses[:3])
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "GPT2Model"])
+@pytest.mark.parametrize("where", ["config", "layer"])
+def test_a_decoder_that_looks_ahead_is_refused(name: str, where: str) -> None:
+    import transformers
+
+    sizes = {"LlamaModel": {"intermediate_size": 32, "num_key_value_heads": 2}, "GPT2Model": {}}[name]
+    config = getattr(transformers, name.replace("Model", "Config"))(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, **sizes
+    )
+    model = getattr(transformers, name)(config).eval()
+    packed = pack(model)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        packed(input_ids=ids)
+    if where == "config":
+        model.config.is_causal = False
+    else:
+        model.get_submodule("layers.1.self_attn" if name == "LlamaModel" else "h.1.attn").is_causal = False
+    with pytest.raises(ValueError, match="is_causal"):
+        packed(input_ids=ids)

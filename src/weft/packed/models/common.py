@@ -148,3 +148,10 @@ def require(config: Any, allowed: dict[str, Iterable[object]]) -> None:
         if value is not None and value not in list(values):
             expected = " or ".join(repr(v) for v in values)
             raise Unsupported(f"config.{name} = {value!r} is not supported; expected {expected}")
+
+
+def check_causal(config: Any, attention: Any) -> None:
+    """Raises where a decoder was told to look ahead, by its config or in one of its layers."""
+    require(config, {"is_causal": [True]})
+    if not attention.is_causal:
+        raise Unsupported("an attention of the model has is_causal = False, expected True: it would see later tokens")

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.packed.models.common import Drops, Unsupported, activation_of, layer_norm, recomputes, require, table
+from weft.packed.models.common import (
+    Drops,
+    Unsupported,
+    activation_of,
+    check_causal,
+    layer_norm,
+    recomputes,
+    require,
+    table,
+)
 from weft.packed.spec import Attention, Embedding, Layer, Mlp, NormOrder, Projection, Transformer
 from weft.packed.watch import is_of
 
@@ -16,6 +25,8 @@ def describe_gpt2(model: Any) -> Transformer:
     embedding = Embedding(
         (words[0], places[0]), ("input_ids", "position_ids"), None, drops.of(model.drop), words[1], (places[1],)
     )
+    for block in model.h:
+        check_causal(model.config, block.attn)
     return Transformer(embedding, tuple(_layer(block, drops) for block in model.h), layer_norm(model.ln_f))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from weft.packed.models.common import Drops, Unsupported, activation_of, linear, recomputes, table
+from weft.packed.models.common import Drops, Unsupported, activation_of, check_causal, linear, recomputes, table
 from weft.packed.spec import Attention, Embedding, Layer, Mlp, Norm, NormKind, NormOrder, Rotary, Transformer
 from weft.packed.watch import is_of
 
@@ -28,6 +28,8 @@ def describe_llama(model: Any) -> Transformer:
     rotary = Rotary(rope.inv_freq, rope.attention_scaling)
     embedding = None if model.embed_tokens is None else _embedding(model.embed_tokens)
     parts = list(model.layers)[: model.config.num_hidden_layers]  # as the model itself counts them
+    for part in parts:
+        check_causal(model.config, part.self_attn)
     whole = [model] if isinstance(model, nn.Module) else parts
     drops = Drops(module for part in whole for module in part.modules())
     layers = tuple(_layer(layer, rotary, drops) for layer in parts)
