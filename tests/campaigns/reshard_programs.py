@@ -98,7 +98,7 @@ def random_move(
     types = [each for each in TYPES if each.is_floating_point and each.itemsize > 1] if floating else TYPES
     dtype, other, op = chance.choice(types), None, None
     shape = tuple(chance.choice(SIZES) for _ in range(chance.randint(0, 3)))
-    shape = (chance.choice([257, 300, 512]), chance.choice([300, 511])) if large else shape
+    shape = (chance.choice([65, 130, 257]), chance.choice([200, 301])) if large else shape
     if chance.random() < 0.3 and dtype != torch.float8_e4m3fn:
         ops = [each for each in REDUCE if why_not_reduced(dtype, each) is None and (each in LINEAR or not floating)]
         op = chance.choice(ops) if ops else None

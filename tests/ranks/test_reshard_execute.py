@@ -265,3 +265,34 @@ def test_a_killed_rank_ends_the_others(victim: int) -> None:
 def test_a_stopped_rank_ends_the_others(victim: int) -> None:
     results = run_ranks(fail_in_the_middle, 4, victim, "stop", 5.0)
     check_failure(results, victim)
+
+
+def strange_tensors() -> None:
+    """What an executor is given is checked like what the functions are; a rank that was refused tries again."""
+    group, me = Group(dist.group.WORLD, timeout=LONG), dist.get_rank()
+    mesh = Mesh.of([0, 1], hosts=[0, 1])
+    spec = TensorSpec("w", (4, 4), torch.float32, Layout(mesh, [Shard(0)]), Layout(mesh, [Shard(1)]), torch.float32)
+    whole = torch.randn(4, 4, generator=torch.Generator().manual_seed(5))
+    twin = torch.complex(torch.zeros(2, 4), -whole.chunk(2)[me]).conj().imag  # the rows, as negatives of their memory
+    assert twin.is_neg()
+    memory = torch.zeros(16)
+    with Executor(plan_tensors([spec]), group) as executor:
+        for source in (whole.chunk(2)[me].clone(), twin):
+            out = torch.zeros(4, 2)
+            bad = {
+                "several elements share memory": (source, torch.zeros(1, 2).expand(4, 2)),
+                "conjugate or negative": (source, torch.complex(torch.zeros(4, 2), torch.zeros(4, 2)).conj().imag),
+                "same memory": (memory[:8].view(2, 4), memory[4:12].view(4, 2)),
+                "meta device": (source.to("meta"), out),
+                "is None": (None, out),
+            }
+            for message, (src, dst) in bad.items():
+                for _ in range(2):
+                    with pytest.raises(ValueError, match=message):
+                        executor.start({} if src is None else {0: src}, {0: dst})
+            executor.run({0: source}, {0: out})
+            assert same_bits(out, whole.chunk(2, dim=1)[me].contiguous())
+
+
+def test_strange_tensors_are_refused_before_a_run() -> None:
+    run_ranks(strange_tensors, 2)

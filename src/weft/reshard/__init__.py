@@ -2,6 +2,13 @@
 
 `plan_reshard` makes a plan (pure); `reshard` and `reshard_state_dict` make and execute one; `Executor` executes
 a plan again and again.
+
+    units, demands, flow, assign, search, open_shop, chunks -> planner, plan, text    from layouts to a plan (pure)
+    script, simulate                        what each rank does in it, and when (pure)
+    execute, lanes, parts, staging          doing it
+    terms, memory                           what elements and tensors must be like
+    api, arguments, sides, describe, job, autograd, dtensor, progress     the functions, from a user's tensors to a plan
+    reference                               the same in plain torch
 """
 
 import sys

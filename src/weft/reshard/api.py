@@ -53,11 +53,12 @@ def reshard(
     dst:    a DeviceMesh, and the result is a DTensor; or a Mesh, and it is this rank's shard. A rank outside
             the destination gets an empty tensor
     dtype:  the result's; the source's unless told
-    out:    a DTensor or shard to write into, of the right shape and dtype
+    out:    a DTensor or shard to write into, of the right shape and dtype; its version goes up
     timeout: seconds to wait for another rank; 60, and 300 in the first call on a group, when ranks may still load
 
     Differentiable if `tensor` requires a gradient; then every rank must call backward on (a function of) its
-    result, also where that is empty. `async_op=True` returns a `Handle`; its result is not differentiable.
+    result, also where that is empty. `async_op=True` copies the source, which may change at once, and returns a
+    `Handle`. What cannot be right is refused on all ranks before a byte moves.
     """
     given = Arguments.of(group, timeout)
     with given.noting():
@@ -94,7 +95,8 @@ def reshard_state_dict(
 ) -> Any:
     """Moves a whole model in one plan, such as a trainer's weights to the inference mesh. Collective.
 
-    state: name -> DTensor, or this rank's local shard with `src[name]`; None on a rank without any
+    state: name -> DTensor, or this rank's local shard with `src[name]`: what this rank has, such as the layers of
+           its stage; None on a rank without any
     dst:   name -> (DeviceMesh or Mesh, placements), or a Layout, or the DTensor to write into; None on a rank
            that knows nothing of the destination
     out:   name -> local shard to write into

@@ -26,7 +26,7 @@ from weft.comm.tags import Line, Span, turn
 from weft.errors import PeerTimeout, WeftError
 from weft.layout import Box, Layout, check_hosts, check_ranks
 from weft.reshard.lanes import Landing, Lane, Outgoing, Taking
-from weft.reshard.memory import mark_written
+from weft.reshard.memory import check_apart, check_source, check_target, mark_written, memory_of
 from weft.reshard.parts import Parts
 from weft.reshard.plan import Plan
 from weft.reshard.script import Script, ScriptWriter
@@ -97,7 +97,12 @@ class Executor:
         """
         if self._busy is not None:
             self._busy.wait()
+        known = dict(self._known)
         before, after = self._parts(src, "src"), self._parts(dst, "dst")
+        if self._known != known:
+            self._known.clear()  # unless they may be used
+            check_apart(before.by_name, after.by_name)
+            self._known = {"src": before, "dst": after}
         lane = Lane(self, before, after, self._runs, tracing.current(), on_bytes or _ignore)
         written = [*(dst[index] for index in self.plan.boxes_of(self.rank, "dst")), *also_written]
 
@@ -113,8 +118,10 @@ class Executor:
     def _parts(self, tensors: Mapping[int, Tensor], side: str) -> Parts:
         """Where the chunks lie in the tensors; the same as in the run before if they are the same."""
         boxes = check_locals(self.plan, self.rank, tensors, side)
-        mine = {index: tensors[index].detach() for index in boxes}
+        mine = {index: memory_of(tensors[index]) for index in boxes}
         if side not in self._known or not self._known[side].is_of(mine):
+            for index in boxes:
+                (check_source if side == "src" else check_target)(self.plan.tensors[index].name, tensors[index])
             self._known[side] = Parts(self.plan, mine, boxes)
         return self._known[side]
 

@@ -81,6 +81,11 @@ class Parts:
         self._known: dict[int, tuple[list[int], list[_Unit]]] = {}
         self._views: dict[int, list[Tensor]] = {}
 
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """The local tensors by their names in the plan."""
+        return {self.plan.tensors[index].name: tensor for index, tensor in self._tensors.items()}
+
     def is_of(self, tensors: Mapping[int, Tensor]) -> bool:
         """Whether these tensors lie where those lie that it was made for, which it keeps alive."""
         return {i: _place(tensor) for i, tensor in tensors.items()} == {i: _place(t) for i, t in self._tensors.items()}
