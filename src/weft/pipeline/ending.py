@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.comm import Transfer
 from weft.errors import LONGEST_SECONDS, PeerMismatch, WeftError
 from weft.pipeline.cells import Cell
-from weft.pipeline.wires import END_TAG, Wires
+from weft.pipeline.wires import Wires
 
 
 def call_name(step: int, train: bool) -> str:
@@ -59,7 +59,7 @@ class Ending:
     def _listen(self, peer: int) -> tuple[Tensor, Transfer | None]:
         note = torch.empty(2, dtype=torch.int64)
         try:
-            return note, self._wires.receive_note(note, peer, END_TAG)
+            return note, self._wires.receive_end(note, peer)
         except WeftError:
             return note, None
 
@@ -95,5 +95,5 @@ class Ending:
     def _tell(self, peers: Sequence[int]) -> None:
         self.waiting_for = tuple(peers)
         note = torch.tensor(self._call, dtype=torch.int64)
-        for transfer in [self._wires.send_note(note, peer, END_TAG) for peer in peers]:
+        for transfer in [self._wires.send_end(note, peer) for peer in peers]:
             transfer.wait(what="the end of the step", timeout=LONGEST_SECONDS)

@@ -21,9 +21,7 @@ from weft.comm.deadline import Deadline
 from weft.comm.rendezvous import Meeting
 from weft.errors import LONGEST_SECONDS, WeftError
 
-_WATCH_TAG = (1 << 30) - 2  # a message that is never sent
-END_TAG = (1 << 30) - 3
-"""The tag of the notes by which ranks say that they are through with a step."""
+_WATCH_TAG, _END_TAG = (1 << 30) - 2, (1 << 30) - 3  # the first of a message that is never sent
 CHUNKS_PER_CHANNEL = 1 << 14
 """How many tags a channel has, one for each chunk of a tensor."""
 
@@ -66,6 +64,14 @@ class Wires:
     def receive_note(self, note: Tensor, rank: int, tag: int) -> Transfer:
         """Starts to receive a short message from a rank."""
         return self.notes.recv(note, self.member(rank), tag=tag)
+
+    def send_end(self, note: Tensor, rank: int) -> Transfer:
+        """Starts to tell a rank that this one is through with a step."""
+        return self.notes.send(note, self.member(rank), tag=_END_TAG)
+
+    def receive_end(self, note: Tensor, rank: int) -> Transfer:
+        """Starts to hear from a rank that it is through."""
+        return self.notes.recv(note, self.member(rank), tag=_END_TAG)
 
     def wait_for_loss(self, rank: int) -> None:
         """Returns when the connection to a rank is gone: it died, or gave up, or all is over."""
