@@ -1,9 +1,9 @@
 """Random pipelines against the same stages in one process: losses, gradients, buffers, outputs; and stages that raise.
 
 Every schedule and random ones, 2 to 8 stages on 2 to 4 ranks, meshes of one or two ranks a stage with cut tensors
-between, skips, types, views, dropout, checkpointed stages, stages that keep their inputs; several steps with weights that
-change in between in every way that users have, calls that are refused, evaluations; and a stage that raises at a random
-point. Process sets live for many cases.
+between, skips, types, views, dropout, checkpointed stages, stages that keep their inputs; several steps with weights
+that change in between in every way that users have, calls that are refused, evaluations; and a stage that raises at a
+random point. Process sets live for many cases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
 sys.path.insert(0, os.path.dirname(__file__))
 
@@ -57,7 +56,7 @@ def _run_set(cases: Sequence[Case], world: int, seed: int, tally: Tally) -> int:
     pipes, processes = [], []
     for rank in range(world):
         here, there = _fork.Pipe()
-        process = _fork.Process(target=_rank_main, args=(cases, rank, world, seed, store.port, there), daemon=True)
+        process = _fork.Process(target=_rank_main, args=(cases, rank, world, store.port, there), daemon=True)
         process.start()
         there.close()
         pipes.append(here)
@@ -102,26 +101,25 @@ def _hear(pipes: Sequence[Connection]) -> list[str]:
     return [said[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(cases: Sequence[Case], rank: int, world: int, seed: int, port: int, pipe: Connection) -> None:
+def _rank_main(cases: Sequence[Case], rank: int, world: int, port: int, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     limit = timedelta(seconds=120)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     for case in cases:
-        pipe.send(_tried(case, seed))
+        pipe.send(_tried(case))
     with suppress(EOFError):
         pipe.recv()  # the others may still be at work
     os._exit(0)
 
 
-def _tried(case: Case, seed: int) -> str:
+def _tried(case: Case) -> str:
     """What was wrong, or nothing."""
     try:
-        run_case(case, seed)
+        run_case(case)
     except BaseException as error:
-        notes: Any = getattr(error, "__notes__", [])
-        return "".join(traceback.format_exception(error)) + "".join(notes)
+        return "".join(traceback.format_exception(error))
     return ""
 
 

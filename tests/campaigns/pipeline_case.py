@@ -67,7 +67,7 @@ class Case:
 
     @property
     def is_exact(self) -> bool:
-        """Whether results are those of one process bit by bit: backwards in order, nothing in two places, no strides."""
+        """Whether results are those of one process bit by bit: backwards in order, nothing twice, no strides."""
         in_order = self.made.name not in ("own", "interleaved-1f1b")
         return in_order and all(len(mesh) == 1 for mesh in self.meshes) and not any(part.views for part in self.parts)
 
