@@ -41,6 +41,18 @@ def is_faking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def tell_flop_counters(formulas: dict[Any, Callable[..., int]]) -> None:
+    """Tells the FlopCounterModes that are at work how to count ops, which they would count as nothing.
+
+    Registering formulas once would import them, and Triton with them.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+            counter: Any = getattr(mode, "counter", None)
+            if isinstance(getattr(counter, "flop_registry", None), dict):
+                counter.flop_registry.update(formulas)
+
+
 def without_compile(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """The function as torch.compile leaves it alone; `fullgraph=True` says the reason. Public, but without types."""
     found: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]

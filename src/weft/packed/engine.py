@@ -133,4 +133,3 @@ def _needs_gradients(inputs: Inputs, weights: Iterable[Tensor]) -> bool:
         return False
     vectors = inputs.vectors is not None and inputs.vectors.requires_grad
     return vectors or any(t.requires_grad for t in weights)
-
