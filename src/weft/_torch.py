@@ -46,7 +46,7 @@ def tell_flop_counters(formulas: dict[Any, Callable[..., int]]) -> None:
 
     Registering formulas once would import them, and Triton with them.
     """
-    if torch._C._len_torch_dispatch_stack():
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
             counter: Any = getattr(mode, "counter", None)
             if isinstance(getattr(counter, "flop_registry", None), dict):
