@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -195,11 +195,17 @@ def is_transformed() -> bool:
     return dispatches_to_python() or is_tracing() or in_forward_ad() or in_functorch()
 
 
-def flop_registries() -> list[dict[Any, Any]]:
-    """The formulas of every active `FlopCounterMode`, by op: it copies torch's table when it is made."""
-    modes = _python_dispatch._get_current_dispatch_mode_stack()
-    found = [getattr(getattr(mode, "counter", None), "flop_registry", None) for mode in modes]
-    return [registry for registry in found if isinstance(registry, dict)]
+def tell_flop_counters(formulas: Mapping[Any, Callable[..., int]]) -> None:
+    """Tells the FlopCounterModes that are active how to count ops, which they would count as nothing.
+
+    Registering formulas once would import torch's own, and Triton with them; a counter copies the table when it is made.
+    """
+    if torch.compiler.is_compiling() or not dispatches_to_python():
+        return
+    for mode in _python_dispatch._get_current_dispatch_mode_stack():
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if isinstance(registry, dict):
+            registry.update({op: formula for op, formula in formulas.items() if op not in registry})
 
 
 def compile_for_shapes(shapes: int) -> None:

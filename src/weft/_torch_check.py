@@ -188,10 +188,8 @@ def _check_flops() -> str:
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
-        found = _torch.flop_registries()
-    return _unless(
-        found == [counter.flop_registry] and not _torch.flop_registries(), "a counter's formulas are not found"
-    )
+        _torch.tell_flop_counters({_check_flops: int})
+    return _unless(counter.flop_registry.get(_check_flops) is int, "a counter is not told of formulas")
 
 
 _CHECKS: dict[str, Callable[[], str]] = {
@@ -222,7 +220,7 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "without_compile": lambda: _lacks(torch.compiler, "disable"),  # to call it would import the compiler
     "dispatches_to_python": _check_modes,
     "is_transformed": _check_modes,
-    "flop_registries": _check_flops,
+    "tell_flop_counters": _check_flops,
     "in_forward_ad": _check_forward_ad,
     "constant_in_compile": lambda: _of_source("_dynamo/decorators.py", "_dynamo_marked_constant"),
     "op_name": _check_op_name,

@@ -184,7 +184,10 @@ def test_matrices_that_do_not_fit_never_reach_the_core():
     layer.output.LayerNorm.weight = nn.Parameter(torch.randn(64))
     assert_same(packed, model)
     layer.output.LayerNorm.weight.data = torch.randn(32)
-    with torch.no_grad(), pytest.raises(ValueError, match=r"a norm of layer 1 has shape \[32\]"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"of shape \[64\] on the CPU, got .* \[32\]|has shape \[32\], expected \[64\]"),
+    ):
         states(packed)
     with pytest.raises(ValueError, match="heads of 512, expected 1 to 256"):
         pack(small.build("Bert", hidden_size=1024, num_attention_heads=2, num_hidden_layers=1))

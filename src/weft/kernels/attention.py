@@ -13,9 +13,13 @@ sum over the batch.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from weft._torch import tell_flop_counters
 from weft.kernels.cpu_attention import Scoring
 from weft.kernels.dispatch import kernels_for
 
@@ -30,6 +34,7 @@ def attention(
     torch.Size([5, 2, 16])
     """
     s = scoring
+    tell_flop_counters(_FLOPS)
     out: Tensor
     out, _ = _op(
         q, k, v, cu_q, cu_k, s.slopes, s.bias, s.seed, s.scale, s.left, s.right, s.dropout, isa, threads,
@@ -43,6 +48,7 @@ def self_attention(
 ) -> Tensor:
     """qkv [T, H + 2 Hkv, D], as one matmul gives it, -> [T, H, D]; its gradient is one tensor too."""
     s = scoring
+    tell_flop_counters(_FLOPS)
     out: Tensor
     out, _ = _self_op(
         qkv, cu, s.slopes, s.bias, s.seed, s.scale, s.left, s.right, s.dropout, heads, kv_heads, isa, threads,
@@ -127,6 +133,7 @@ def _backward(ctx, dout: Tensor | None, _):  # type: ignore[no-untyped-def]
         return (None,) * 15
     assert ctx.kept, "attention ran without keeping what its gradient needs"
     needs_bias = ctx.needs_input_grad[6]
+    tell_flop_counters(_FLOPS)
     dq, dk, dv, dbias = _grad_op(dout, *ctx.saved_tensors, *ctx.options, needs_bias)
     return dq, dk, dv, None, None, None, dbias if needs_bias else None, *(None,) * 8
 
@@ -200,9 +207,32 @@ def _self_backward(ctx, dout: Tensor | None, _):  # type: ignore[no-untyped-def]
         return (None,) * 14
     assert ctx.kept, "attention ran without keeping what its gradient needs"
     needs_bias = ctx.needs_input_grad[3]
+    tell_flop_counters(_FLOPS)
     dqkv, dbias = _self_grad_op(dout, *ctx.saved_tensors, *ctx.options, needs_bias)
     return dqkv, None, None, dbias if needs_bias else None, *(None,) * 10
 
 
 _self_op.register_autograd(_self_backward, setup_context=_self_setup)
 _self_grad_op.register_autograd(_no_second)
+
+
+# ---- for FlopCounterMode ---------------------------------------------------------------------------------------------
+
+
+def _pairs(cu_q: Tensor, cu_k: Tensor) -> int:
+    """Queries times keys, over all sequences; as torch counts its own attention, whatever of it is hidden."""
+    return int((cu_q.diff().to(torch.int64) * cu_k.diff().to(torch.int64)).sum())
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.weft.attention: lambda q, k, v, cu_q, cu_k, *_, **__: 4 * q.shape[1] * q.shape[2] * _pairs(cu_q, cu_k),
+    torch.ops.weft.attention_grad: lambda dout, q, k, v, out, lse, cu_q, cu_k, *_, **__: (
+        10 * q.shape[1] * q.shape[2] * _pairs(cu_q, cu_k)
+    ),
+    torch.ops.weft.self_attention: lambda qkv, cu, slopes, bias, seed, scale, left, right, dropout, heads, *_, **__: (
+        4 * heads * qkv.shape[2] * _pairs(cu, cu)
+    ),
+    torch.ops.weft.self_attention_grad: lambda dout, qkv, out, lse, cu, *_, **__: (
+        10 * dout.shape[1] * dout.shape[2] * _pairs(cu, cu)
+    ),
+}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weft._torch import flop_registries
+from weft._torch import tell_flop_counters
 from weft.overlap import ops, ops_all_to_all, ops_replicated
 
 
@@ -59,10 +59,5 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 def tell_counters() -> None:
-    """Gives the formulas to every `FlopCounterMode` that is active: it knows the ops of torch only.
-
-    Not when this is imported: torch's table comes with Triton, and a counter copies it when it is made.
-    """
-    for registry in flop_registries():
-        for op, formula in _FORMULAS.items():
-            registry.setdefault(op._opoverload.overloadpacket, formula)
+    """Gives the formulas to every `FlopCounterMode` that is active: it knows the ops of torch only."""
+    tell_flop_counters({op._opoverload.overloadpacket: formula for op, formula in _FORMULAS.items()})

@@ -50,15 +50,13 @@ class PackedEncoder(Twin):
         self.weft_check()
         if src.is_nested or src.dim() not in (2, 3):
             raise Unsupported("src must be a dense tensor of 2 or 3 dims, not a nested one; pad it and give a mask")
-        right = 0 if _hides_later(mask, is_causal) else -1
-        batch_first = _batch_first(self)
+        engine = self.weft_engine(0 if _hides_later(mask, is_causal) else -1)
+        described, batch_first = engine.model, _batch_first(self)
         single = src.dim() == 2
         padded = src[None] if single else (src if batch_first else src.transpose(0, 1))
         if mask is not None and mask.shape[0] != padded.shape[1]:
             raise ValueError(f"mask is {list(mask.shape)}, expected {[padded.shape[1]] * 2} for the length of src")
         batch = PackedBatch.from_padded(padded, _real(src_key_padding_mask, single=single))
-        engine = self.weft_engine(right)
-        described = engine.model
         if padded.shape[2] != described.width:
             raise ValueError(f"src has {padded.shape[2]} features, the encoder {described.width}")
         inputs = Inputs(batch.cu_seqlens, batch.tokens, vectors=batch.values.contiguous(), model=described)
