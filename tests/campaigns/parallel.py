@@ -21,7 +21,7 @@ from weft.errors import RankFailed
 
 WORLDS = (1, 1, 2, 2, 2, 3, 3, 4)
 CHUNK = 250  # cases for which processes are started once
-SECONDS = 60.0, 2.0  # that these may take, and each of their cases
+SECONDS = 120.0, 8.0  # that these may take, and each of their cases
 
 
 def world_of(seed: int, number: int) -> int:

@@ -202,6 +202,19 @@ def refusals(size: int) -> None:
         ([[1]], {"top_k": 0}, "top_k is 0"),
         ([[1]], {"top_p": 1.5}, "top_p is 1.5"),
         ([[1]], {"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ([[1]], {"max_new_tokens": 2.0}, "max_new_tokens is 2.0, expected a whole number"),
+        ([[1]], {"temperature": 1e-9}, "temperature is 1e-09, expected 0"),
+        ([[1]], {"temperature": "hot"}, "temperature is 'hot', expected a number"),
+        ([[1]], {"top_k": 2.5}, "top_k is 2.5, expected a whole number"),
+        ([[1]], {"top_p": float("nan")}, "top_p is nan"),
+        ([[1]], {"seed": None}, "seed is None, expected a whole number"),
+        ([[1]], {"eos": WORDS}, r"eos has the tokens \[97\], expected 0 to 96"),
+        ([[1]], {"eos": [1.5]}, r"eos is \[1.5\], expected a token number"),
+        ([1, 2], {}, "prompt 0 is 1, expected token numbers: a list or tensor of them for each prompt"),
+        ("text", {}, "prompts are a str, expected a list of prompts"),
+        (["text"], {}, "prompt 0 is 'text', expected token numbers"),
+        ([[1.5]], {}, r"prompt 0 is \[1.5\], expected a list of token numbers"),
+        ([[2**70]], {}, "expected a list of token numbers"),
     ]:
         with pytest.raises(ValueError, match=message):
             weft.generate(shared, given, **({"max_new_tokens": 8} | options))
@@ -210,6 +223,16 @@ def refusals(size: int) -> None:
     with pytest.raises(ValueError, match="is no decoder"):
         weft.generate(weft.parallelize(build("Bert").eval(), mesh()), [[1]], max_new_tokens=1)
     assert weft.generate(shared, [], max_new_tokens=3) == []
+    tokens = torch.tensor([[7, 5]], dtype=torch.int32)
+    assert weft.generate(shared, tokens, max_new_tokens=3) == weft.generate(shared, [[7, 5]], max_new_tokens=3)
+    ends = torch.tensor([weft.generate(shared, tokens, max_new_tokens=3, eos=())[0][0]])
+    assert weft.generate(shared, tokens, max_new_tokens=3, eos=ends) == [ends.tolist()]
+    with torch.no_grad():
+        kept = shared.model.norm.weight.clone()
+        shared.model.norm.weight.fill_(float("nan"))
+        with pytest.raises(ValueError, match="logits are no numbers"):
+            weft.generate(shared, [[1]], max_new_tokens=1)
+        shared.model.norm.weight.copy_(kept)
     assert weft.generate(shared, [[1]], max_new_tokens=0) == [[]]
     same_everywhere(weft.generate(shared, [[1, 2]], max_new_tokens=3))
     if size > 1:  # found before anything moves, so that the ranks stay in step

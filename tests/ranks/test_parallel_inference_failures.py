@@ -66,6 +66,7 @@ def gather_and_sum() -> None:
         parts = [torch.empty(n, dtype=torch.int64) for _ in range(size)]
         wire.gather(torch.arange(n) * 10 + rank, parts)
         assert [p.tolist() for p in parts] == [(torch.arange(n) * 10 + r).tolist() for r in range(size)]
+        assert wire.tell([rank, -n]) == [[r, -n] for r in range(size)]
     assert wire._banks._turn < 2**31
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
+from weft.kernels.door import offsets_at
 from weft.packed import training as packed_training
 from weft.packed.call import Inputs, Kept
 from weft.packed.engine import AttentionDropout
@@ -84,16 +85,20 @@ class LlamaStage(nn.Module):
         engine = self._engine
         if engine is None:
             raise ValueError("the stage has no ranks yet; call parallelize(mesh) first, also for one rank")
-        group, tokens = engine.ranks.group, int(cu_seqlens[-1])
+        cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
+        group, tokens = engine.ranks.group, int(cu_seqlens[-1]) if cu_seqlens.numel() else 0
+        offsets_at(cu_seqlens, total=tokens)
         share = Share(tokens, group.rank(), group.size(), split=group.size() > 1)
         positions = torch.arange(tokens) - cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff().long())
         farthest = int(positions.max()) if tokens else 0
         self._check(x, share, farthest)
+        if next_ids is not None and next_ids.shape != (tokens,):
+            raise ValueError(f"next_ids have shape {list(next_ids.shape)}, expected one for each of {tokens} tokens")
         given = (cu_seqlens, x) if self.is_first else (cu_seqlens,)
         agree(group, f"stage {self.index} on {tokens} tokens, inputs {digest(*given)}, {torch.is_grad_enabled()}")
         part = engine.part(split=share.split)
         rows = self._embed(part, x, share) if self.is_first else x
-        inputs = Inputs(cu_seqlens.int(), tokens, positions=positions, farthest=farthest)
+        inputs = Inputs(cu_seqlens, tokens, positions=positions, farthest=farthest)
         call = packed_training.Call(inputs, False, False, Kept(), RankOps(part, share, None))
         rows = packed_training.layers(part.model.transformer, rows, call)
         if not self.is_last:
@@ -118,6 +123,8 @@ class LlamaStage(nn.Module):
                 f"stage {self.index} was given {list(x.shape)}, expected {list(expected)} for cu_seqlens that end at "
                 f"{share.tokens}; give the rows Shard(0) between stages, as `stage_layouts` says"
             )
+        if self.is_first and (x.is_floating_point() or x.dtype == torch.bool):
+            raise ValueError(f"stage 0 was given {x.dtype}, expected token numbers")
         if farthest >= self.config.max_position_embeddings:
             raise ValueError(
                 f"a sequence has {farthest + 1} tokens, the model has {self.config.max_position_embeddings} positions"

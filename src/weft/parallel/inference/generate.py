@@ -155,11 +155,14 @@ def _check_number(name: str, value: Any, *, lowest: int | None = None) -> None:
 def _ends(eos: int | Collection[int] | Tensor) -> set[int]:
     if isinstance(eos, Tensor):
         eos = eos.reshape(-1).tolist()
-    return {eos} if isinstance(eos, int) else {int(token) for token in eos}
+    return {eos} if isinstance(eos, int) else {operator.index(token) for token in eos}
 
 
-def _checked_ends(eos: int | Collection[int] | Tensor, words: int) -> set[int]:
-    ends = _ends(eos)
+def _checked_ends(eos: Any, words: int) -> set[int]:
+    try:
+        ends = _ends(eos)
+    except TypeError as error:
+        raise ValueError(f"eos is {eos!r:.60}, expected a token number, or several") from error
     if odd := [token for token in sorted(ends) if not 0 <= token < words]:
         raise ValueError(f"eos has the tokens {odd}, expected 0 to {words - 1}, the vocabulary; () for none")
     return ends

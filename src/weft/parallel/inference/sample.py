@@ -31,6 +31,10 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) and not (name == "top_p" and value is None):
+                raise ValueError(f"{name} is {value!r}, expected a number")
         if self.temperature != 0.0 and not _LEAST_TEMPERATURE <= self.temperature < float("inf"):
             raise ValueError(
                 f"temperature is {self.temperature}, expected 0 (greedy) or a number from {_LEAST_TEMPERATURE:g} on"
