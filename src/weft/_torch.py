@@ -198,7 +198,7 @@ def is_transformed() -> bool:
 def tell_flop_counters(formulas: Mapping[Any, Callable[..., int]]) -> None:
     """Tells the FlopCounterModes that are active how to count ops, which they would count as nothing.
 
-    Registering formulas once would import torch's own, and Triton with them; counters copy the table when they are made.
+    Registering formulas once would import torch's own, and Triton with them; a counter copies the table at first.
     """
     if torch.compiler.is_compiling() or not dispatches_to_python():
         return
