@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from packed import part  # noqa: E402
+from packed import part
 
 
 def test_packed_models_beside_hugging_face() -> None:
