@@ -131,6 +131,8 @@ def refuse_all() -> list[str]:
         ),
         "no tensor": lambda: Pipeline(layers, [0, 1], two, output_layouts={0: {"y": [Shard(0)]}}, loss_fn=loss_fn),
         "terms": lambda: Pipeline(layers, [0, 1], two, input_layouts={1: [Partial()]}, loss_fn=loss_fn),
+        "no list": lambda: Pipeline(layers, 5 if me == 1 else [0, 1], two, loss_fn=loss_fn),
+        "seed": lambda: Pipeline(layers, [0, 1], two, loss_fn=loss_fn, seed=1 << 40),
         "option": lambda: Pipeline(layers, [0, 1], two, transfers="later", loss_fn=loss_fn),
         "different": lambda: Pipeline(
             layers, [0, 1], schedule("gpipe", stages=2, microbatches=2 + (me == 1)), loss_fn=loss_fn
@@ -141,7 +143,7 @@ def refuse_all() -> list[str]:
         try:
             make()
             texts.append(f"{case}: no error")
-        except (ValueError, PeerMismatch) as error:
+        except (ValueError, TypeError, PeerMismatch) as error:
             texts.append(f"{case}: {type(error).__name__}: {error}")
     with Pipeline(layers, [0, 1], two, loss_fn=loss_fn, timeout=20.0) as pipe:
         for bad in ({"batch": torch.ones(1, 3, 8)}, {"batch": [torch.ones(1, 3, 8)]}, {"batch": None}):
@@ -164,6 +166,8 @@ EXPECTED = {
     "same name": "ValueError: stage 2 gets 'x' from several stages",
     "no tensor": "ValueError: output_layouts has 'y' of stage 0, expected one of ['x']",
     "terms": "ValueError: input_layouts has (Partial(sum),) for 'x' of stage 1",
+    "no list": ("TypeError: 'int' object is not iterable", "PeerMismatch: "),
+    "seed": "ValueError: seed is 1099511627776, expected None, or a number of 32 bits",
     "option": "ValueError: transfers is 'later', expected one of overlapped, synchronous",
     "different": "PeerMismatch: ranks are about to do different things",
 }

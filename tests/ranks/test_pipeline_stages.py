@@ -14,6 +14,7 @@ from harness import run_ranks
 from pipeline_cases import LONG, WIDTH, Layer, gradients, is_same, loss_fn, make_batch, make_layers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from weft.errors import WeftError
@@ -131,6 +132,10 @@ def keep_things() -> None:
             assert len(masks) == 2 * COUNT
             assert {m.numpy().tobytes() for m in masks[:COUNT]} <= {m.numpy().tobytes() for m in masks}
             assert len({m.numpy().tobytes() for m in masks}) == COUNT
+    sharded = seeded(Layer, Layer)()
+    fully_shard(sharded[dist.get_rank()], mesh=[DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])][dist.get_rank()])
+    with pytest.raises(ValueError, match="has modules of FSDP, and schedule zero-bubble runs its backward pass in two"):
+        make_pipe(sharded, "zero-bubble")
     # A weight that two stages of a rank share.
     shared = seeded(Layer, Layer, Layer, Layer)
 
@@ -360,7 +365,8 @@ def call_in_modes() -> None:
         with torch.inference_mode():
             found = pipe.eval_step(*batch)
         assert found.losses.shape == ((COUNT,) if pipe.has_last_stage else (0,))
-        for bad in ({"batch": torch.ones(2, 3)}, {"batch": None}, {"targets": 3}, {"targets": torch.ones(2)}):
+        uneven = {"batch": (torch.ones(5, 3, WIDTH), torch.ones(6, 3, WIDTH))}
+        for bad in ({"batch": torch.ones(2, 3)}, {"batch": None}, uneven, {"targets": 3}, {"targets": torch.ones(2)}):
             with pytest.raises(ValueError, match="expected") if refused(bad, pipe) else nullcontext():
                 if refused(bad, pipe):
                     pipe.step(**{"batch": batch[0], "targets": batch[1], **bad})
@@ -369,12 +375,25 @@ def call_in_modes() -> None:
         assert is_same(gradients(modules[place]), gradients(alone[place]))
 
 
+def on_another_default() -> None:
+    """A default device of the user's, and a pipeline that is made and left under it."""
+    modules, alone = make_layers(2), make_layers(2)
+    batch = make_batch(COUNT)
+    with torch.device("meta"), make_pipe(modules) as pipe:
+        losses = pipe.step(*batch)
+        with torch.device("cpu"):
+            expected = step_reference(alone, *batch, microbatches=COUNT, loss_fn=loss_fn)
+        assert not pipe.has_last_stage or torch.equal(losses, expected)
+        assert is_same(gradients(modules[pipe_stage(pipe)]), gradients(alone[pipe_stage(pipe)]))
+
+
 def refused(bad: dict[str, Any], pipe: Pipeline) -> bool:
     return ("targets" in bad) == pipe.has_last_stage
 
 
 def test_modes_and_refused_calls() -> None:
     run_ranks(call_in_modes, 2)
+    run_ranks(on_another_default, 2)
 
 
 class Slow(nn.Module):

@@ -104,9 +104,10 @@ class Pipeline:
         self.steps = 0
         self._broken: str | None = None
         self._busy = threading.Lock()
-        wires = Wires(dist.group.WORLD if group is None else group, timeout=timeout)  # type: ignore[arg-type]
+        with torch.device("cpu"):  # whatever the caller's default is: messages are short, and go by way of the CPU
+            wires = Wires(dist.group.WORLD if group is None else group, timeout=timeout)  # type: ignore[arg-type]
         rank = wires.world[wires.rank]
-        problem: ValueError | None = None
+        problem: Exception | None = None
         text = ""
         try:
             check_seed(seed)
@@ -118,22 +119,22 @@ class Pipeline:
             self._forward = lower(schedule.forward_only(), self.graph, costs=costs, transfers=self.transfers)
             self.stages = make_stages(self.placing, rank, stages, loss_fn, checkpoint)
             text = f"{self.placing}\n{self.lowered}\n{self.transfers}, {options}, seed {seed}"
-        except ValueError as error:
+        except Exception as error:
             problem = error
         try:
             # A problem of one rank is told to all, so that nobody waits for a pipeline that will not be.
-            wires.notes.agree("pipeline", text if problem is None else f"refused: {problem}")
-        except WeftError as error:
+            with torch.device("cpu"):
+                wires.notes.agree("pipeline", text if problem is None else f"refused: {problem}")
+            if problem is not None:
+                raise problem
+            self._place = self.placing.schedule_rank(rank)
+            self._routes, self._forward_routes = join(self.lowered, self._forward)
+            devices = {index: stage.device for index, stage in self.stages.items()}
+            self._ending_order = in_order_of_ends(self.placing)
+            self._links = Links(wires, self.placing, self._routes, options, devices)
+        except BaseException as error:
             wires.close(together=False)
             raise (problem or error) from None
-        if problem is not None:
-            wires.close(together=False)
-            raise problem
-        self._place = self.placing.schedule_rank(rank)
-        self._routes, self._forward_routes = join(self.lowered, self._forward)
-        devices = {index: stage.device for index, stage in self.stages.items()}
-        self._ending_order = in_order_of_ends(self.placing)
-        self._links = Links(wires, self.placing, self._routes, options, devices)
         # Threads that wait in gloo at the end of the interpreter would abort the process.
         self._at_end = weakref.finalize(self, self._links.abandon)
 

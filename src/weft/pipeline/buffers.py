@@ -52,7 +52,7 @@ class Buffers:
                 self._make_room(size)
                 self.count += 1
                 self.nbytes += size
-                return torch.empty(size, dtype=torch.uint8)
+                return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def _make_room(self, size: int) -> None:
         """Lets go of memory of other sizes until what is left is at most twice what was in use at once."""

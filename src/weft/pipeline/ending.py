@@ -57,7 +57,7 @@ class Ending:
         self._start(self._meet)
 
     def _listen(self, peer: int) -> tuple[Tensor, Transfer | None]:
-        note = torch.empty(2, dtype=torch.int64)
+        note = torch.empty(2, dtype=torch.int64, device="cpu")
         try:
             return note, self._wires.receive_end(note, peer)
         except WeftError:
@@ -94,6 +94,6 @@ class Ending:
 
     def _tell(self, peers: Sequence[int]) -> None:
         self.waiting_for = tuple(peers)
-        note = torch.tensor(self._call, dtype=torch.int64)
+        note = torch.tensor(self._call, dtype=torch.int64, device="cpu")
         for transfer in [self._wires.send_end(note, peer) for peer in peers]:
             transfer.wait(what="the end of the step", timeout=LONGEST_SECONDS)

@@ -55,7 +55,7 @@ class Header:
             )
         rest = [0] * (_MOST_DIMS - len(self.shape))
         numbers = [self.step, int(self.train), _DTYPES.index(self.dtype), len(self.shape), *self.shape, *rest]
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @property
     def _nbytes(self) -> int:

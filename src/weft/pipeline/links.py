@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Links:
         self.stop = threading.Event()
         self.failure: BaseException | None = None
         self.lost: set[int] = set()
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._lock = threading.Lock()
         self._crew = Crew("weft-pipeline")
         ways = {route: placing.way(route) for route in routes.channels}
@@ -134,7 +135,8 @@ class Links:
 
     def abandon(self) -> None:
         """`close` without the others, for a pipeline that nobody closed. They lose this rank in their next step."""
-        self._close(together=False)
+        if os.getpid() == self._process:  # a fork has the connections, but not the threads that end them
+            self._close(together=False)
 
     def _close(self, *, together: bool) -> None:
         if self._closed:

@@ -37,6 +37,20 @@ def split_batch(value: Any, count: int, what: str) -> list[Any]:
     raise ValueError(f"{what} is a {type(value).__name__}, expected a tensor or a list of {count} micro-batches")
 
 
+def check_rows(cut: Mapping[str, Any], count: int) -> None:
+    """Raises where tensors that are cut together would be cut in different places.
+
+    >>> check_rows({"batch": torch.zeros(4, 2), "targets": torch.zeros(8)}, 2)
+    """
+    rows = {name: value.shape[0] for name, value in cut.items() if isinstance(value, Tensor) and value.dim() > 0}
+    if len(set(rows.values())) > 1 and any(size % count for size in rows.values()):
+        sizes = ", of ".join(f"{name} {'are ' if i == 0 else ''}{size}" for i, (name, size) in enumerate(rows.items()))
+        raise ValueError(
+            f"rows of {sizes}: cut into {count} micro-batches they would not belong together; expected equally many, "
+            f"or multiples of {count}; give lists of micro-batches for anything else"
+        )
+
+
 def split_keywords(values: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """For each micro-batch the keyword arguments of the stages."""
     parts = {name: split_batch(value, count, name) for name, value in values.items()}

@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.layout import check_hosts
 from weft.pipeline.graph import Edge, StageGraph, chain
-from weft.pipeline.microbatch import as_arguments, split_batch, split_keywords
+from weft.pipeline.microbatch import as_arguments, check_rows, split_batch, split_keywords
 from weft.pipeline.placing import Placing, StageLayouts, as_mesh
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.seeds import seed_of
@@ -73,6 +73,7 @@ def make_stages(
                 f"stage {index} is {module!r} on rank {rank}, expected an nn.Module, since the rank is in the mesh "
                 f"of that stage; give {{{index}: module}}"
             )
+        _check_copies(index, module, schedule)
         is_last = index == schedule.stages - 1
         if is_last and loss_fn is None and schedule.has_backward:
             raise ValueError(
@@ -82,6 +83,18 @@ def make_stages(
             index, module, placing.graph, loss_fn=loss_fn if is_last else None, checkpoint=index in kept
         )
     return found
+
+
+def _check_copies(index: int, module: nn.Module, schedule: Schedule) -> None:
+    """FSDP frees and exchanges weights by the one backward pass that it knows of."""
+    from torch.distributed.fsdp import FSDPModule  # here, as it is slow to import
+
+    split = any(schedule.splits_backward(index, i) for i in range(schedule.microbatches))
+    if split and any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise ValueError(
+            f"stage {index} has modules of FSDP, and schedule {schedule.name} runs its backward pass in two parts, "
+            "which FSDP cannot follow; expected another schedule, such as eager-1f1b"
+        )
 
 
 def in_order_of_ends(placing: Placing) -> tuple[int, ...]:
@@ -115,6 +128,8 @@ def give(
         raise ValueError(f"batch is None, expected one for stage {heads[0]}, which has no incoming edge")
     if last in stages and training and targets is None:
         raise ValueError("targets is None on a rank of the last stage, expected targets for loss_fn")
+    whole = {f"batch[{i}]": x for i, x in enumerate(batch)} if isinstance(batch, tuple) else {"batch": batch}
+    check_rows({**(whole if heads else {}), **({"targets": targets} if last in stages else {}), **keywords}, count)
     if isinstance(batch, tuple):
         parts = [tuple(p) for p in zip(*(split_batch(x, count, "batch") for x in batch), strict=True)]
     else:

@@ -78,13 +78,14 @@ class Wires:
 
     def break_off(self) -> None:
         """Ends all waits of this rank, and those of its peers for it, now."""
-        for group in (self.notes, self.up, self.down):
-            group.break_off()
+        with torch.device("cpu"):
+            for group in (self.notes, self.up, self.down):
+                group.break_off()
 
     def close(self, *, together: bool) -> None:
         """Ends the groups; `together` once all ranks are here, since they close connections that others may use."""
         if together:
-            with suppress(WeftError):
+            with suppress(WeftError), torch.device("cpu"):
                 self.notes.barrier("end of the pipeline")
         # Who waits for a loss would otherwise sit in gloo until the interpreter ends, which aborts the process.
         self.break_off()
