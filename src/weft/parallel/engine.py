@@ -111,10 +111,11 @@ class ParallelEngine:
 
     def __init__(
         self, module: nn.Module, describe: Callable[[], Described], dropout: AttentionDropout, ranks: Ranks,
-        called: Callable[[], Iterable[nn.Module]],
+        called: Callable[[], Iterable[nn.Module]], stack: Callable[[], nn.Module],
     ) -> None:  # fmt: skip
+        """`called` are the modules that run by their own code; `stack` is the one that holds the layers."""
         self._module, self._describe, self._dropout, self.ranks = module, describe, dropout, ranks
-        self._called = called
+        self._called, self._stack = called, stack
         self._described: Described | None = None
         self._structure: Structure | None = None
         self._places: _Places | None = None
@@ -145,8 +146,8 @@ class ParallelEngine:
 
     @property
     def acts(self) -> bool:
-        """Whether a module is in training mode. Where others are not, the description says that these drop nothing."""
-        return any(m.training for m in self._module.modules())
+        """Whether a layer is in training mode. Where others are not, the description says that these drop nothing."""
+        return any(m.training for m in self._stack().modules())
 
     @property
     def model(self) -> spec.Transformer:

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.attention import dropout_seed
 from weft.packed.batch import PackedBatch
 from weft.packed.call import Kept
-from weft.packed.engine import AttentionDropout
 from weft.packed.models.base import PackedBase, Prepared
 from weft.packed.models.cache import goes_on
 from weft.packed.models.common import Unsupported
@@ -44,7 +43,7 @@ class ParallelBase(ParallelModel, PackedBase):
         module: Any = self
         pooler = getattr(self, "pooler", None)  # it runs by its own code, and so does whoever calls the base model
         called = [module] if pooler is None else [module, *pooler.modules()]
-        return _engine(module, lambda: Described(self._weft_describe(module)), self._weft[1], lambda: called)
+        return _engine(module, lambda: Described(self._weft_describe(module)), module, lambda: called)
 
     def weft_prepare(self, arguments: dict[str, Any]) -> Prepared:
         prepared = super().weft_prepare(arguments)
@@ -95,7 +94,7 @@ class ParallelVocabulary(ParallelModel):
             base = getattr(module, self._weft_base)
             return Described(base._weft_describe(base), VOCABULARY_HEADS[family_head(module)](module))
 
-        return _engine(module, describe, getattr(self, self._weft_base)._weft[1], lambda: [module])
+        return _engine(module, describe, getattr(self, self._weft_base), lambda: [module])
 
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         with self._weft_ranks.lock:
@@ -210,11 +209,11 @@ def family_head(module: Any) -> str:
 
 
 def _engine(
-    module: Any, describe: Callable[[], Described], dropout: AttentionDropout, called: Callable[[], list[nn.Module]]
+    module: Any, describe: Callable[[], Described], base: Any, called: Callable[[], list[nn.Module]]
 ) -> ParallelEngine:
     engine: ParallelEngine | None = module.__dict__.get("_weft_engine")
     if engine is None or engine._module is not module:  # a copy must not use the engine of the original
-        engine = ParallelEngine(module, describe, dropout, module._weft_ranks, called)
+        engine = ParallelEngine(module, describe, base._weft[1], module._weft_ranks, called, lambda: base)
         module.__dict__["_weft_engine"] = engine
     return engine
 
