@@ -18,7 +18,6 @@ from torch import nn
 
 import weft
 from weft.packed import PackedBatch
-from weft.packed.models.common import Unsupported
 from weft.parallel.hf import local_parameters
 
 LENGTHS = [5, 3, 9]
@@ -195,23 +194,34 @@ def hooks(size: int) -> None:
 
 
 def modes_of_parts(size: int) -> None:
-    """Dropout in a part of a model that is in eval mode: as Hugging Face has it, or refused."""
+    """Dropout acts where a module is in training mode, with the probability that it has now."""
     options = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.5)
     alone, shared = pair("GPT2", **options)
     ids, mask, labels = batch(LENGTHS)
     for model in (alone, shared):
         model.train()
         model.transformer.eval()
-    want = alone(input_ids=ids, attention_mask=mask, labels=labels).loss
-    try:
-        got = shared(input_ids=ids, attention_mask=mask, labels=labels).loss
-    except Unsupported as error:
-        assert "in training mode and others in eval mode" in str(error)  # noqa: PT017
-    else:
-        torch.testing.assert_close(got, want)
+    given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    torch.testing.assert_close(shared(**given).loss, alone(**given).loss)
+    with torch.no_grad():
+        torch.testing.assert_close(shared(**given).loss, alone(**given).loss)
+    for model in (alone, shared):  # dropout of what it adds to attention only, also where the rest is in eval mode
+        model.eval()
+        model.transformer.h[0].attn.resid_dropout.train()
+    losses = {shared(**given).loss.item() for _ in range(4)}
+    assert len(losses) == 4
+    assert all(abs(loss - alone.eval()(**given).loss.item()) < 2.0 for loss in losses)
+    with torch.no_grad():
+        assert not torch.equal(shared(ids, attention_mask=mask).logits, shared(ids, attention_mask=mask).logits)
     for model in (alone, shared):
         model.eval()
     same(alone, shared)
+    shared.train()
+    assert len({shared(**given).loss.item() for _ in range(4)}) == 4
+    for module in shared.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    torch.testing.assert_close(shared(**given).loss, alone(**given).loss)
 
 
 # Weights ----------------------------------------------------------------------------------------------------

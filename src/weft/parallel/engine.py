@@ -20,7 +20,6 @@ from weft.kernels.freshness import Stamp
 from weft.packed import spec
 from weft.packed.call import Inputs, Kept
 from weft.packed.engine import AttentionDropout, runs_as_training
-from weft.packed.models.common import Unsupported
 from weft.parallel import training
 from weft.parallel.describe import Cuts, Described, cuts, outline
 from weft.parallel.exchange import agree, gather
@@ -97,10 +96,11 @@ class ParallelEngine:
 
     def __init__(
         self, module: nn.Module, describe: Callable[[], Described], dropout: AttentionDropout, ranks: Ranks,
-        called: Callable[[], Iterable[nn.Module]],
+        called: Callable[[], Iterable[nn.Module]], stack: Callable[[], nn.Module],
     ) -> None:  # fmt: skip
+        """`called` are the modules that run by their own code; `stack` is the one that holds the layers."""
         self._module, self._describe, self._dropout, self.ranks = module, describe, dropout, ranks
-        self._called = called
+        self._called, self._stack = called, stack
         self._described: Described | None = None
         self._structure: Structure | None = None
         self._places: _Places | None = None
@@ -119,14 +119,20 @@ class ParallelEngine:
             or not (self._structure.holds() and self._places.hold())
         ):
             self._described = None
+            self._structure = Structure(self._module, self._called())
+            self._structure.check_hooks()
             described = self._describe()
             self.cuts = cuts(described, self.ranks.group.size())
-            self._structure = Structure(self._module, self._called())
             self._places = _Places(self._module, described)
             self._outline = outline(described)
             self._described = described
         self._structure.check_hooks()
         return self._described
+
+    @property
+    def acts(self) -> bool:
+        """Whether a layer is in training mode. Where others are not, the description says that these drop nothing."""
+        return any(m.training for m in self._stack().modules())
 
     @property
     def model(self) -> spec.Transformer:
@@ -154,9 +160,7 @@ class ParallelEngine:
         `asked` says what for: ranks that say different things raise `PeerMismatch`, before anything else happens.
         """
         with torch.no_grad():
-            described = self.described
-            self._check_modes(described.transformer)
-            kept = self._current(described, asked)
+            kept = self._current(self.described, asked)
         if kept.program is None:
             kept.program = RankProgram(kept.part.model, wire=self._wire)
             self._wire = kept.program.wire
@@ -202,7 +206,10 @@ class ParallelEngine:
 
     def is_differentiable(self, inputs: Inputs) -> bool:
         """Whether a call runs as in training."""
-        return runs_as_training(self._module, inputs, spec.tensors((self.model, self.described.head)))
+        described = self.described
+        return self.acts or runs_as_training(
+            self._module, inputs, spec.tensors((described.transformer, described.head))
+        )
 
     def __call__(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
         """Hidden states [T, width], the same on every rank; `kept` gets what it asks for, whole, too."""
@@ -224,14 +231,13 @@ class ParallelEngine:
         group, described = self.ranks.group, self.described
         if inputs.vectors is not None:
             check_vectors(inputs, described.transformer.width, next(spec.tensors(described.transformer)).dtype)
-        self._check_modes(described.transformer)
         share = Share.of(inputs.tokens, rank=group.rank(), size=group.size())
         if share.size > 1:
             told_labels = "none" if labels is None else digest(labels)
             agree(
                 group,
                 f"{type(self._module).__name__} on {told(inputs)} labels {told_labels} {asked} "
-                f"training={self._module.training} gradients={torch.is_grad_enabled()} split={share.split} "
+                f"training={self.acts} gradients={torch.is_grad_enabled()} split={share.split} "
                 f"model {self._outline}",
             )
         part, noise = self.part(split=share.split), self._noise(described.transformer)
@@ -239,17 +245,8 @@ class ParallelEngine:
         rows = training.forward(part, inputs, share, noise=noise, drops_attention=drops, kept=kept or Kept())
         return Passed(rows, share, part)
 
-    def _check_modes(self, model: spec.Transformer) -> None:
-        assert self._structure is not None
-        if _drops(model) and self._structure.modes_differ():
-            raise Unsupported(
-                f"some modules of the {type(self._module).__name__} are in training mode and others in eval mode, and "
-                "it has dropout, which a parallel model applies everywhere or nowhere; call train() or eval() on the "
-                "whole model, or make it with a dropout of 0"
-            )
-
     def _noise(self, model: spec.Transformer) -> training.Noise | None:
-        if not (self._module.training and _drops(model)):
+        if not (self.acts and _drops(model)):
             return None
         group = self.ranks.group
         seeds = gather(group, dropout_seed(), what="the seed of dropout")

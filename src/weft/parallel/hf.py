@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from weft.kernels.attention import dropout_seed
 from weft.packed.batch import PackedBatch
 from weft.packed.call import Kept
-from weft.packed.engine import AttentionDropout
 from weft.packed.models.base import PackedBase, Prepared
 from weft.packed.models.cache import goes_on
 from weft.packed.models.common import Unsupported
@@ -44,7 +43,7 @@ class ParallelBase(ParallelModel, PackedBase):
         module: Any = self
         pooler = getattr(self, "pooler", None)  # it runs by its own code, and so does whoever calls the base model
         called = [module] if pooler is None else [module, *pooler.modules()]
-        return _engine(module, lambda: Described(self._weft[0].describe(module)), self._weft[1], lambda: called)
+        return _engine(module, lambda: Described(self._weft_describe(module)), module, lambda: called)
 
     def weft_prepare(self, arguments: dict[str, Any]) -> Prepared:
         prepared = super().weft_prepare(arguments)
@@ -90,13 +89,12 @@ class ParallelVocabulary(ParallelModel):
 
     def weft_engine(self) -> ParallelEngine:
         module: Any = self
-        family, dropout = getattr(self, self._weft_base)._weft
 
         def describe() -> Described:
-            head = VOCABULARY_HEADS[family_head(module)](module)
-            return Described(family.describe(getattr(module, self._weft_base)), head)
+            base = getattr(module, self._weft_base)
+            return Described(base._weft_describe(base), VOCABULARY_HEADS[family_head(module)](module))
 
-        return _engine(module, describe, dropout, lambda: [module])
+        return _engine(module, describe, getattr(self, self._weft_base), lambda: [module])
 
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         with self._weft_ranks.lock:
@@ -150,9 +148,8 @@ class ParallelVocabulary(ParallelModel):
         """Raises where a call that is no inference asks for a cache, and says why it is none."""
         if arguments.get("past_key_values") is None and not arguments.get("use_cache"):
             return
-        module: Any = self
         reasons = {
-            "the model is in training mode (call eval())": module.training,
+            "the model is in training mode (call eval())": self.weft_engine().acts,
             "gradients are on (use torch.no_grad())": torch.is_grad_enabled(),
             "labels were given": arguments.get("labels") is not None,
             "output_hidden_states was asked for": self._wants_states(arguments),
@@ -171,10 +168,9 @@ class ParallelVocabulary(ParallelModel):
 
     def _infers(self, arguments: dict[str, Any]) -> bool:
         """Whether a call needs neither gradients nor what only training gives."""
-        module: Any = self
         wants_states = self._wants_states(arguments)
         plain = self._weft_head is HeadKind.NEXT_TOKEN and arguments.get("labels") is None and not wants_states
-        return plain and not module.training and not torch.is_grad_enabled()
+        return plain and not torch.is_grad_enabled() and not self.weft_engine().acts
 
     def _inferred(self, base: Any, arguments: dict[str, Any]) -> Any:
         of_base = {k: v for k, v in arguments.items() if k not in _HEAD_ARGUMENTS}
@@ -213,11 +209,11 @@ def family_head(module: Any) -> str:
 
 
 def _engine(
-    module: Any, describe: Callable[[], Described], dropout: AttentionDropout, called: Callable[[], list[nn.Module]]
+    module: Any, describe: Callable[[], Described], base: Any, called: Callable[[], list[nn.Module]]
 ) -> ParallelEngine:
     engine: ParallelEngine | None = module.__dict__.get("_weft_engine")
     if engine is None or engine._module is not module:  # a copy must not use the engine of the original
-        engine = ParallelEngine(module, describe, dropout, module._weft_ranks, called)
+        engine = ParallelEngine(module, describe, base._weft[1], module._weft_ranks, called, lambda: base)
         module.__dict__["_weft_engine"] = engine
     return engine
 

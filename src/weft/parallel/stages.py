@@ -74,7 +74,7 @@ class LlamaStage(nn.Module):
         """Shares the stage among the ranks of a mesh with one axis. Collective over it; rank 0's weights count."""
         distribute(self, mesh, cuts(self._describe(), mesh.size()))
         ranks = Ranks(mesh, mesh.get_group())
-        self._engine = ParallelEngine(self, self._describe, AttentionDropout.OFF, ranks, lambda: [self])
+        self._engine = ParallelEngine(self, self._describe, AttentionDropout.OFF, ranks, lambda: [self], lambda: self)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor, next_ids: Tensor | None = None) -> Tensor:
         """x: ids [T] on the first stage, rows [T_r, width] on others; cu_seqlens int32 [B + 1]; next_ids int64 [T],

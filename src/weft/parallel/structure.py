@@ -43,6 +43,7 @@ class Structure:
         options = [(d, name) for d in self._states for name in d if _is_option(name, d[name])]
         self._owners, self._names = [d for d, _ in options], [name for _, name in options]
         self._options = self._options_now()
+        self._modes = self._modes_now()
         configs = {id(c): c for d in self._states if hasattr(c := d.get("config"), "__dict__")}
         # A copy, as an option may be a dict that is changed in place.
         self._configs = [(c.__dict__, copy.deepcopy(c.__dict__)) for c in configs.values()]
@@ -55,6 +56,7 @@ class Structure:
             and self._options_now() == self._options
             and all(now == then for now, then in self._configs)
             and all(kind.forward is forward for kind, forward in self._forwards.items())
+            and self._modes_now() == self._modes
         )
 
     def check_hooks(self) -> None:
@@ -72,16 +74,16 @@ class Structure:
                 f"{type(self._root).__name__} does not call its modules one by one, so that it would not run; remove it"
             )
 
-    def modes_differ(self) -> bool:
-        """Whether some modules are in training mode and others are not."""
-        mode = self._root.training
-        return any(d["training"] is not mode for d in self._states)
-
     def _children_now(self) -> list[Any]:
         return [child for d in self._states for child in d["_modules"].values()]
 
     def _options_now(self) -> list[Any]:
         return list(map(dict.get, self._owners, self._names))
+
+    def _modes_now(self) -> list[bool]:
+        """Which modules are in training mode; nothing where all are, or none: that is for the call to say."""
+        modes: list[bool] = [d["training"] for d in self._states]
+        return modes if len(set(modes)) > 1 else []
 
     def _complaint(self, module: nn.Module, what: str) -> str:
         name = next((n for n, m in self._root.named_modules() if m is module), "") or type(module).__name__
