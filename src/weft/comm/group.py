@@ -5,7 +5,7 @@ Any backend that sends CPU tensors will do. How the failures of gloo, the usual 
 - A peer dies: waits for that peer end at once with `PeerLost`; messages among the others go on.
 - A wait passes its deadline: `PeerTimeout`. gloo then closes all connections that this rank has in this
   process group, so that every rank which waits for this one gets `PeerLost` in turn, and nobody hangs. The
-  process group is of no more use; a new one (`torch.distributed.new_group`) works.
+  process group is unusable; a new one (`torch.distributed.new_group`) works.
 
 So one failure ends the operation on all ranks within the deadline. The rank to blame is the one that a
 `PeerTimeout`, or the first `PeerLost`, names.
