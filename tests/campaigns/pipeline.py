@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -107,11 +108,19 @@ def _rank_main(cases: Sequence[Case], rank: int, world: int, port: int, pipe: Co
     limit = timedelta(seconds=120)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     for case in cases:
         pipe.send(_tried(case))
     with suppress(EOFError):
         pipe.recv()  # the others may still be at work
     os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the one that started it is gone, also by a kill."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _tried(case: Case) -> str:
