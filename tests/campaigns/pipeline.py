@@ -70,7 +70,7 @@ def _run_set(cases: Sequence[Case], world: int, seed: int, tally: Tally) -> int:
             if texts:
                 again = f"python tests/campaigns/pipeline.py --seed {seed} --first {case.number} --cases 1"
                 failure = f"{case}\n  again: {again}\n" + "\n".join(texts)
-                print(failure, flush=True)
+                print(failure, file=sys.stderr, flush=True)
                 tally.failures.append(failure)
             elif tally.cases % 500 == 0:
                 print(f"{tally}", file=sys.stderr, flush=True)

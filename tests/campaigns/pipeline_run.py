@@ -175,7 +175,7 @@ def change(how: str, sets: list[list[nn.Module]], seed: int) -> None:
         torch.manual_seed(seed)
         parameters = [p for stage in stages for p in stage.parameters()]
         if how in ("sgd", "adamw fused", "adamw foreach"):
-            options = {"foreach": how == "adamw foreach", "fused": how == "adamw fused", "lr": 0.05}
+            options = {"foreach": how == "adamw foreach", "fused": how == "adamw fused", "lr": 0.05, "eps": 1e-3}
             kind = torch.optim.SGD if how == "sgd" else torch.optim.AdamW
             one = kind([p for p in parameters if p.requires_grad], **({"lr": 0.05} if how == "sgd" else options))
             one.step()
