@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def _run_set(cases: Sequence[Case], world: int, seed: int, tally: Tally) -> int:
             if texts:
                 again = f"python tests/campaigns/pipeline.py --seed {seed} --first {case.number} --cases 1"
                 failure = f"{case}\n  again: {again}\n" + "\n".join(texts)
-                print(failure, flush=True)
+                print(failure, file=sys.stderr, flush=True)
                 tally.failures.append(failure)
             elif tally.cases % 500 == 0:
                 print(f"{tally}", file=sys.stderr, flush=True)
@@ -107,11 +108,19 @@ def _rank_main(cases: Sequence[Case], rank: int, world: int, port: int, pipe: Co
     limit = timedelta(seconds=120)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     for case in cases:
         pipe.send(_tried(case))
     with suppress(EOFError):
         pipe.recv()  # the others may still be at work
     os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the one that started it is gone, also by a kill."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _tried(case: Case) -> str:

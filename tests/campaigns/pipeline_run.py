@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,14 +14,21 @@ from torch import Tensor, nn
 
 from weft import tracing
 from weft.pipeline.api import Pipeline
+from weft.pipeline.failure import StageFailed
 from weft.pipeline.reference import forward_reference, step_reference
 
 TIMEOUT = 60.0
-TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 6e-2}
+TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 6e-2, "float16": 6e-2}
 
 
 def run_case(case: Case) -> None:
-    """Raises what is wrong."""
+    """Raises what is wrong. A rank without a stage may be behind, and hear of a failure steps before it."""
+    has_stage = any(dist.get_rank() in mesh for mesh in case.meshes)
+    with suppress(*([StageFailed] if case.raises and not has_stage else [])):
+        _run_case(case)
+
+
+def _run_case(case: Case) -> None:
     me = dist.get_rank()
     mine, alone = make_stages(case, terms=True), make_stages(case, terms=False)
     own = [stage for stage in range(case.made.stages) if me in case.meshes[stage]]
@@ -168,7 +175,7 @@ def change(how: str, sets: list[list[nn.Module]], seed: int) -> None:
         torch.manual_seed(seed)
         parameters = [p for stage in stages for p in stage.parameters()]
         if how in ("sgd", "adamw fused", "adamw foreach"):
-            options = {"foreach": how == "adamw foreach", "fused": how == "adamw fused", "lr": 0.05}
+            options = {"foreach": how == "adamw foreach", "fused": how == "adamw fused", "lr": 0.05, "eps": 1e-3}
             kind = torch.optim.SGD if how == "sgd" else torch.optim.AdamW
             one = kind([p for p in parameters if p.requires_grad], **({"lr": 0.05} if how == "sgd" else options))
             one.step()
