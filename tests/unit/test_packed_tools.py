@@ -338,7 +338,7 @@ def test_other_ways_to_generate(family, options):
 def test_a_static_cache_is_refused():
     ids, mask = small.inputs([9, 2, 6], side="left")
     packed = pack(small.build("Llama", "ForCausalLM"))
-    with pytest.raises(ValueError, match="a mask of 4 dims is not supported.*for a static cache: use the default one"):
+    with pytest.raises(ValueError, match=r"a mask of 4 dims is not supported.*for a static cache: use the default one"):
         packed.generate(ids, attention_mask=mask, max_new_tokens=4, cache_implementation="static")
 
 
