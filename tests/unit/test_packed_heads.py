@@ -153,7 +153,7 @@ def test_a_row_without_tokens_has_no_class(family):
     assert torch.equal(output.last_hidden_state[:1], alone.last_hidden_state)
     assert not output.last_hidden_state[1].any()
     if output.get("pooler_output") is not None:
-        assert torch.equal(output.pooler_output[:1], alone.pooler_output)
+        torch.testing.assert_close(output.pooler_output[:1], alone.pooler_output, **CLOSE)
         assert not output.pooler_output[1].any()
 
 

@@ -319,16 +319,9 @@ def test_vmap_of_attention():
 # ---- generation
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True, "top_k": 5},
-     {"cache_implementation": "offloaded"}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"do_sample": True, "top_k": 5}], ids=str)
 @pytest.mark.parametrize("family", small.CAUSAL)
 def test_other_ways_to_generate(family, options):
-    if "offloaded" in options.values() and not torch.cuda.is_available():
-        pytest.skip("offloading needs an accelerator")
     rows = slice(0, 1) if "prompt_lookup_num_tokens" in options else slice(None)
     ids, mask = small.inputs([9, 2, 6], side="left")
     model = small.build(family, small.LANGUAGE_HEADS[family])
@@ -340,6 +333,13 @@ def test_other_ways_to_generate(family, options):
                           **{"do_sample": False, **options})
         )  # fmt: skip
     assert torch.equal(*found)
+
+
+def test_a_static_cache_is_refused():
+    ids, mask = small.inputs([9, 2, 6], side="left")
+    packed = pack(small.build("Llama", "ForCausalLM"))
+    with pytest.raises(ValueError, match=r"a mask of 4 dims is not supported.*for a static cache: use the default one"):
+        packed.generate(ids, attention_mask=mask, max_new_tokens=4, cache_implementation="static")
 
 
 # ---- torch's encoder

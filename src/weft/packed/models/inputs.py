@@ -145,6 +145,11 @@ def checked_ids(ids: Any) -> Tensor:
 
 
 def checked_mask(mask: Any) -> Tensor | None:
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        raise Unsupported(
+            f"a mask of 4 dims is not supported, got shape {list(mask.shape)}; attention_mask must have shape "
+            f"[batch, length], and generate makes such masks for a static cache: use the default one"
+        )
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask must have shape [batch, length], 1 for tokens and 0 for padding, got {got}")
