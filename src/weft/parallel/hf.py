@@ -213,8 +213,8 @@ def base_of(model: Any) -> Any:
     base = getattr(model, model._weft_base)
     if not isinstance(base, ParallelBase):
         raise Unsupported(
-            f"{model._weft_base} of the {type(model).__name__} was replaced after parallelize by one that is not shared; "
-            "put it in before, and call parallelize then"
+            f"{model._weft_base} of the {type(model).__name__} was replaced after parallelize by one that is not "
+            "shared; put it in before, and call parallelize then"
         )
     return base
 
