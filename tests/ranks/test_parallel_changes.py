@@ -148,6 +148,10 @@ def replaced_modules(size: int) -> None:
     refused(shared, "a parameter is no DTensor; it was replaced after parallelize")
     attention.q_proj = mine
     same(alone, shared)
+    whole, shared.model = shared.model, build("Llama").model
+    refused(shared, "model of the LlamaForCausalLM was replaced after parallelize")
+    shared.model = whole
+    same(alone, shared)
     for model in (alone, shared):
         model.model.layers[0].input_layernorm.variance_epsilon = 0.3
         model.model.layers[1].self_attn.scaling = 0.1

@@ -43,7 +43,7 @@ class ParallelBase(ParallelModel, PackedBase):
         module: Any = self
         pooler = getattr(self, "pooler", None)  # it runs by its own code, and so does whoever calls the base model
         called = [module] if pooler is None else [module, *pooler.modules()]
-        return _engine(module, lambda: Described(self._weft_describe(module)), module, lambda: called)
+        return _engine(module, lambda: Described(self._weft_describe(module)), lambda m: m, lambda: called)
 
     def weft_prepare(self, arguments: dict[str, Any]) -> Prepared:
         prepared = super().weft_prepare(arguments)
@@ -73,7 +73,7 @@ class ParallelHead(ParallelModel, PackedHead):
 
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         model: Any = self
-        base = getattr(self, self._weft_base)
+        base = base_of(self)
         with self._weft_ranks.lock, local_parameters(model, without=base), alike(model, self._weft_ranks):
             if isinstance(self, FSDPModule):
                 base.weft_engine().forget()  # FSDP fills its parameters, and nobody counts that
@@ -91,10 +91,10 @@ class ParallelVocabulary(ParallelModel):
         module: Any = self
 
         def describe() -> Described:
-            base = getattr(module, self._weft_base)
+            base = base_of(module)
             return Described(base._weft_describe(base), VOCABULARY_HEADS[family_head(module)](module))
 
-        return _engine(module, describe, getattr(self, self._weft_base), lambda: [module])
+        return _engine(module, describe, base_of, lambda: [module])
 
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         with self._weft_ranks.lock:
@@ -102,7 +102,7 @@ class ParallelVocabulary(ParallelModel):
 
     def _forward(self, arguments: dict[str, Any]) -> Any:
         """With labels: loss, and logits as a DTensor. Without: whole logits, of the tokens that were asked for."""
-        base = getattr(self, self._weft_base)
+        base = base_of(self)
         if self._infers(arguments):
             return self._inferred(base, arguments)
         self._check_cache(arguments)
@@ -208,12 +208,24 @@ def family_head(module: Any) -> str:
     return next(kind.__name__ for kind in type(module).__mro__ if kind.__name__ in VOCABULARY_HEADS)
 
 
+def base_of(model: Any) -> Any:
+    """The base model inside of one with a head."""
+    base = getattr(model, model._weft_base)
+    if not isinstance(base, ParallelBase):
+        raise Unsupported(
+            f"{model._weft_base} of the {type(model).__name__} was replaced after parallelize by one that is not "
+            "shared; put it in before, and call parallelize then"
+        )
+    return base
+
+
 def _engine(
-    module: Any, describe: Callable[[], Described], base: Any, called: Callable[[], list[nn.Module]]
+    module: Any, describe: Callable[[], Described], base: Callable[[Any], Any], called: Callable[[], list[nn.Module]]
 ) -> ParallelEngine:
     engine: ParallelEngine | None = module.__dict__.get("_weft_engine")
     if engine is None or engine._module is not module:  # a copy must not use the engine of the original
-        engine = ParallelEngine(module, describe, base._weft[1], module._weft_ranks, called, lambda: base)
+        dropout = base(module)._weft[1]
+        engine = ParallelEngine(module, describe, dropout, module._weft_ranks, called, lambda: base(module))
         module.__dict__["_weft_engine"] = engine
     return engine
 
