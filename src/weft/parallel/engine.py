@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +122,7 @@ class ParallelEngine:
         self._outline = ""
         self._leaves: list[Tensor] = []
         self._states: list[dict[str, Any]] = []
-        self._given: Described | None = None
+        self.looked_at: Described | None = None  # the description of now, for as long as a call takes
         self.cuts: Cuts = {}
         self._kept: _Kept | None = None
         self._wire: HostWire | NetworkWire | None = None
@@ -131,8 +130,8 @@ class ParallelEngine:
     @property
     def described(self) -> Described:
         """The description of the module as it is now. Raises where a hook of the user's would not run."""
-        if self._given is not None:
-            return self._given
+        if self.looked_at is not None:
+            return self.looked_at
         if (
             self._described is None
             or self._structure is None
@@ -153,15 +152,6 @@ class ParallelEngine:
             self._described = described
         self._structure.check_hooks()
         return self._described
-
-    @contextmanager
-    def given(self, described: Described) -> Iterator[None]:
-        """Takes a description for that of now, for as long as a call takes: looking once is enough."""
-        before, self._given = self._given, described
-        try:
-            yield
-        finally:
-            self._given = before
 
     @property
     def acts(self) -> bool:

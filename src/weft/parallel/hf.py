@@ -61,7 +61,7 @@ class ParallelBase(ParallelModel, PackedBase):
             raise Unsupported("past_key_values of another model; a parallel model goes on with its own cache only")
         with self._weft_ranks.lock:
             engine = self.weft_engine()
-            with engine.given(engine.described), local_parameters(self, known=engine.cuts):  # type: ignore[arg-type]
+            with looked_at(engine, engine.described), local_parameters(self, known=engine.cuts):  # type: ignore[arg-type]
                 return super().weft_forward(original, arguments)
 
 
@@ -99,7 +99,7 @@ class ParallelVocabulary(ParallelModel):
         with self._weft_ranks.lock:
             base, engine = base_of(self), self.weft_engine()
             found = engine.described
-            with engine.given(found), base.weft_engine().given(Described(found.transformer)):
+            with looked_at(engine, found), looked_at(base.weft_engine(), Described(found.transformer)):
                 return self._forward(base, arguments)
 
     def _forward(self, base: Any, arguments: dict[str, Any]) -> Any:
@@ -144,7 +144,7 @@ class ParallelVocabulary(ParallelModel):
         module: Any = self
         with self._weft_ranks.lock, gathered(module):
             engine = self.weft_engine()
-            with engine.given(engine.described):
+            with looked_at(engine, engine.described):
                 yield engine
 
     def _check_cache(self, arguments: dict[str, Any]) -> None:
@@ -209,6 +209,16 @@ class ParallelVocabulary(ParallelModel):
 def family_head(module: Any) -> str:
     """The name of the Hugging Face class that a parallel model was made of."""
     return next(kind.__name__ for kind in type(module).__mro__ if kind.__name__ in VOCABULARY_HEADS)
+
+
+@contextmanager
+def looked_at(engine: ParallelEngine, described: Described) -> Iterator[None]:
+    """Takes a description for that of now, for as long as a call takes: looking at all modules once is enough."""
+    before, engine.looked_at = engine.looked_at, described
+    try:
+        yield
+    finally:
+        engine.looked_at = before
 
 
 def base_of(model: Any) -> Any:
