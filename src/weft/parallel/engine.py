@@ -105,6 +105,9 @@ class ParallelEngine:
         self._structure: Structure | None = None
         self._places: _Places | None = None
         self._outline = ""
+        self._leaves: list[Tensor] = []
+        self._states: list[dict[str, Any]] = []
+        self.looked_at: Described | None = None  # the description of now, for as long as a call takes
         self.cuts: Cuts = {}
         self._kept: _Kept | None = None
         self._wire: HostWire | NetworkWire | None = None
@@ -112,6 +115,8 @@ class ParallelEngine:
     @property
     def described(self) -> Described:
         """The description of the module as it is now. Raises where a hook of the user's would not run."""
+        if self.looked_at is not None:
+            return self.looked_at
         if (
             self._described is None
             or self._structure is None
@@ -124,7 +129,11 @@ class ParallelEngine:
             described = self._describe()
             self.cuts = cuts(described, self.ranks.group.size())
             self._places = _Places(self._module, described)
-            self._outline = outline(described)
+            self._outline, self._leaves = (
+                outline(described),
+                list(spec.tensors((described.transformer, described.head))),
+            )
+            self._states = [m.__dict__ for m in self._stack().modules()]
             self._described = described
         self._structure.check_hooks()
         return self._described
@@ -132,7 +141,8 @@ class ParallelEngine:
     @property
     def acts(self) -> bool:
         """Whether a layer is in training mode. Where others are not, the description says that these drop nothing."""
-        return any(m.training for m in self._stack().modules())
+        self.described  # noqa: B018
+        return any(state["training"] for state in self._states)
 
     @property
     def model(self) -> spec.Transformer:
@@ -176,8 +186,7 @@ class ParallelEngine:
         A rank cannot know whether another one's weights were written to, and would wait for it, or compute with
         weights of another time than its own.
         """
-        kept = self._kept
-        leaves = list(spec.tensors((described.transformer, described.head)))
+        kept, leaves = self._kept, self._leaves
         # FSDP fills parameters without counting up their versions.
         is_fsdp = isinstance(self._module, FSDPModule)
         good = kept is not None and not is_fsdp and kept.is_of(self._outline, leaves)
@@ -206,10 +215,7 @@ class ParallelEngine:
 
     def is_differentiable(self, inputs: Inputs) -> bool:
         """Whether a call runs as in training."""
-        described = self.described
-        return self.acts or runs_as_training(
-            self._module, inputs, spec.tensors((described.transformer, described.head))
-        )
+        return self.acts or runs_as_training(self._module, inputs, self._leaves)
 
     def __call__(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
         """Hidden states [T, width], the same on every rank; `kept` gets what it asks for, whole, too."""

@@ -61,8 +61,7 @@ class ParallelBase(ParallelModel, PackedBase):
             raise Unsupported("past_key_values of another model; a parallel model goes on with its own cache only")
         with self._weft_ranks.lock:
             engine = self.weft_engine()
-            engine.described  # noqa: B018
-            with local_parameters(self, known=engine.cuts):  # type: ignore[arg-type]
+            with looked_at(engine, engine.described), local_parameters(self, known=engine.cuts):  # type: ignore[arg-type]
                 return super().weft_forward(original, arguments)
 
 
@@ -98,11 +97,13 @@ class ParallelVocabulary(ParallelModel):
 
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         with self._weft_ranks.lock:
-            return self._forward(arguments)
+            base, engine = base_of(self), self.weft_engine()
+            found = engine.described
+            with looked_at(engine, found), looked_at(base.weft_engine(), Described(found.transformer)):
+                return self._forward(base, arguments)
 
-    def _forward(self, arguments: dict[str, Any]) -> Any:
+    def _forward(self, base: Any, arguments: dict[str, Any]) -> Any:
         """With labels: loss, and logits as a DTensor. Without: whole logits, of the tokens that were asked for."""
-        base = base_of(self)
         if self._infers(arguments):
             return self._inferred(base, arguments)
         self._check_cache(arguments)
@@ -142,7 +143,9 @@ class ParallelVocabulary(ParallelModel):
         """The engine, while nobody else calls the model; with FSDP around it, its parameters are gathered."""
         module: Any = self
         with self._weft_ranks.lock, gathered(module):
-            yield self.weft_engine()
+            engine = self.weft_engine()
+            with looked_at(engine, engine.described):
+                yield engine
 
     def _check_cache(self, arguments: dict[str, Any]) -> None:
         """Raises where a call that is no inference asks for a cache, and says why it is none."""
@@ -206,6 +209,16 @@ class ParallelVocabulary(ParallelModel):
 def family_head(module: Any) -> str:
     """The name of the Hugging Face class that a parallel model was made of."""
     return next(kind.__name__ for kind in type(module).__mro__ if kind.__name__ in VOCABULARY_HEADS)
+
+
+@contextmanager
+def looked_at(engine: ParallelEngine, described: Described) -> Iterator[None]:
+    """Takes a description for that of now, for as long as a call takes: looking at all modules once is enough."""
+    before, engine.looked_at = engine.looked_at, described
+    try:
+        yield
+    finally:
+        engine.looked_at = before
 
 
 def base_of(model: Any) -> Any:
