@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
+import weft
 from weft import overlap
 from weft.comm.rendezvous import store_of
 from weft.errors import PeerMismatch
@@ -112,3 +113,11 @@ def many_with_refusals(seed: int) -> int:
 
 def test_many_refused_calls_among_good_ones() -> None:
     assert run_ranks(many_with_refusals, 2, 3, timeout=60.0) == [0, 0]
+
+
+def test_no_group_is_refused_by_name() -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match="group is a NoneType"):
+        weft.matmul_all_reduce(x, torch.randn(3, 8), group=None)
+    with pytest.raises(ValueError, match="mesh is a NoneType"):
+        weft.parallelize(torch.nn.Linear(2, 2), None)

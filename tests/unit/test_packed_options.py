@@ -316,3 +316,14 @@ def test_a_decoder_that_looks_ahead_is_refused(name: str, where: str) -> None:
         model.get_submodule("layers.1.self_attn" if name == "LlamaModel" else "h.1.attn").is_causal = False
     with pytest.raises(ValueError, match="is_causal"):
         packed(input_ids=ids)
+
+
+def test_what_is_packed_already_is_refused_by_name() -> None:
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+    with pytest.raises(ValueError, match="packed or parallel already"):
+        pack(pack(encoder))
+
+
+def test_a_list_of_texts_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        PackedBatch.from_list(["one text", "another"])

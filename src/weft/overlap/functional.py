@@ -59,6 +59,7 @@ def all_gather_matmul(
 
     `m` is M, all rows together; without it every rank has as many as this one. Tiles of y start as their rows arrive.
     """
+    _check_group(group)
     weight, packed, n, k, isa = _weight(w)
     _check("x_shard", x_shard, k, weight if packed is None else packed, bias, n)
     total = x_shard.shape[0] * group.size() if m is None else m
@@ -119,6 +120,7 @@ def matmul_all_to_all(
     The rows that come to this rank are ordered by source rank, then as they are there. `rows` is R where it is known:
     a compiled graph then has no size that depends on data.
     """
+    _check_group(group)
     weight, packed, n, k, isa = _weight(w)
     _check("x", x, k, weight if packed is None else packed, bias, n)
     if destinations.shape != x.shape[:1] or destinations.dtype != torch.int64:
@@ -141,6 +143,7 @@ def matmul_all_to_all(
 def _reduce(
     op: Op, x: Tensor, w: Weight, group: ProcessGroup, bias: Tensor | None, plan: OverlapPlan | str | None
 ) -> Tensor:
+    _check_group(group)
     weight, packed, n, k, isa = _weight(w)
     _check("x", x, k, weight if packed is None else packed, bias, n)
     plain = _is_plain(x, weight, bias)
@@ -157,6 +160,14 @@ def _is_plain(*tensors: Tensor | None) -> bool:
 
         tell_counters()
     return plain
+
+
+def _check_group(group: object) -> None:
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(
+            f"group is a {type(group).__name__}, expected a process group that this rank is in, such as "
+            "torch.distributed.group.WORLD or mesh.get_group()"
+        )
 
 
 def _untrained(weight: Tensor | None) -> Tensor | None:

@@ -104,12 +104,15 @@ class PackedBatch:
         return cls._from_lengths(flat[index], lengths, (rows, columns), index)
 
     @classmethod
-    def from_list(cls, sequences: Sequence[Tensor]) -> PackedBatch:
-        """Sequences of shape [length, ...] that agree in all other dims and in type.
+    def from_list(cls, sequences: Sequence[Tensor] | Sequence[Sequence[int]]) -> PackedBatch:
+        """Sequences of shape [length, ...] that agree in all other dims and in type; or lists of ids.
 
         >>> PackedBatch.from_list([torch.tensor([1, 2]), torch.tensor([3])]).values.tolist()
         [1, 2, 3]
+        >>> PackedBatch.from_list([[1, 2], [3]]).values.tolist()
+        [1, 2, 3]
         """
+        sequences = [_as_sequence(s) for s in sequences]
         kinds = {(tuple(s.shape[1:]), s.dtype) for s in sequences if s.dim()}
         if len(kinds) != 1 or any(s.dim() == 0 for s in sequences):
             shapes = [f"{list(s.shape)} {s.dtype}" for s in sequences[:8]]
@@ -232,3 +235,14 @@ def _lengths_from(starts: Tensor, kept: Tensor, index: Tensor) -> Tensor:
 
 def _kind(value: object) -> str:
     return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _as_sequence(given: object) -> Tensor:
+    if isinstance(given, Tensor):
+        return given
+    if isinstance(given, list | tuple) and all(type(i) is int for i in given):
+        return torch.tensor(given, dtype=torch.int64)
+    raise ValueError(
+        f"a sequence is a {type(given).__name__}, expected a tensor [length, ...] or a list of ids; a tokenizer "
+        "makes ids of texts"
+    )

@@ -60,6 +60,8 @@ def parallelize(
         model = weft.parallelize(LlamaForCausalLM(config), mesh)
         model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh is a {type(mesh).__name__}, expected a DeviceMesh, such as init_device_mesh gives")
     if mesh.ndim != 1:
         axes = "" if mesh.mesh_dim_names is None else f", as in mesh[{mesh.mesh_dim_names[-1]!r}]"
         raise ValueError(f"parallelize needs a mesh of one axis, got {mesh.ndim}; take one of them{axes}")

@@ -81,6 +81,8 @@ def pack(model: ModelT, *, attention_dropout: str = "model") -> ModelT:
     """
     dropout = AttentionDropout(attention_dropout)
     packed: Any
+    if any("_weft" in name for name in getattr(model, "__dict__", ())):
+        raise Unsupported(f"this {type(model).__name__} is packed or parallel already; use it as it is")
     if isinstance(model, nn.TransformerEncoder) and type(model) is nn.TransformerEncoder:
         packed = pack_encoder(model, dropout)
         return packed  # type: ignore[no-any-return]
