@@ -26,15 +26,14 @@ def cast_inputs(op: F) -> F:
 
     @wraps(op)
     def call(*tensors: Any, **options: Any) -> Any:
-        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        device = (tensors[0] if tensors else options[x]).device.type
+        if not torch.is_autocast_enabled(device):
             return op(*tensors, **options)
         given = dict(zip(names, tensors, strict=False)) | options
-        device = given[x].device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            given[x], given[w] = _cast(given[x], dtype), _cast_weight(given[w], dtype)
-            if given.get("bias") is not None:
-                given["bias"] = _cast(given["bias"], dtype)
+        dtype = torch.get_autocast_dtype(device)
+        given[x], given[w] = _cast(given[x], dtype), _cast_weight(given[w], dtype)
+        if given.get("bias") is not None:
+            given["bias"] = _cast(given["bias"], dtype)
         with torch.autocast(device, enabled=False):
             return op(**given)
 

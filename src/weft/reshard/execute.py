@@ -167,10 +167,12 @@ class Pending:
             if work.has_work
         ]
         self._running = len(self._threads)
+        self._done = threading.Event()
         for thread in self._threads:
             thread.start()
         if not self._threads:
             self._end()
+            self._done.set()
 
     def wait(self) -> None:
         """Returns when this rank's part is done; raises what went wrong.
@@ -187,14 +189,14 @@ class Pending:
             raise min(self._errors, key=lambda error: not isinstance(error, PeerTimeout))
 
     def join(self) -> None:
-        """Returns when this rank's part is done, or has failed."""
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        """Returns when this rank's part is done, or has failed; at once for a thread of its own."""
+        # Not by joining threads: Python 3.11 takes a thread for ended whose join was interrupted.
+        if threading.current_thread() not in self._threads:
+            self._done.wait()
 
     def abandon(self) -> None:
         """Ends it now, on the peers too: they lose this rank."""
-        if any(thread.is_alive() for thread in self._threads):
+        if not self._done.is_set():
             self._fail(WeftError("the transfer was interrupted"))
 
     def _do(self, run: Callable[[], None]) -> None:
@@ -213,6 +215,7 @@ class Pending:
                 self._end()
             except BaseException as error:
                 self._errors.append(error)
+            self._done.set()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ The interpreter keeps bfloat16 as 16-bit integers, and does some things that a G
 - It copies every argument's memory onto itself at the end of a launch, which loses what another thread wrote meanwhile.
 - It never lets go of Python's lock while a kernel waits, so that what it waits for hardly gets on. Here a load with
   acquire semantics takes a nap, as the compiled loop does.
+- It parses the source of a kernel in whatever thread launches it first, several at once.
 - One launch runs at a time: which program is running is one value for the whole process, and the language is changed
   back at the end of each launch. Here each thread has its own value, and the language stays prepared, which it would
   otherwise be anew for each call of a device function: most of the time that a kernel takes.
@@ -45,9 +46,22 @@ def mend() -> None:
     module: Any = interpreter
     module._convert_float = _Convert(module._convert_float)
     module._patch_lang = _Prepared(module._patch_lang)
+    rewriter: Any = interpreter.FunctionRewriter
+    rewriter.rewrite_ast = _one_at_a_time(rewriter.rewrite_ast)
     executor: Any = interpreter.GridExecutor
     executor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
     executor._restore_args_dev = lambda self, *_: None
+
+
+def _one_at_a_time(method: Any) -> Any:
+    """Python 3.11 counts the depth of a syntax tree for all threads together, and trips over two that parse at once."""
+    lock = threading.RLock()
+
+    def locked(self: Any) -> Any:
+        with lock:
+            return method(self)
+
+    return locked
 
 
 def _napping(atomic: Any) -> Any:

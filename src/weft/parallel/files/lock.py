@@ -32,7 +32,7 @@ class Lock:
                     return None
                 if _is_at(handle, path):  # else its last holder removed the file meanwhile
                     os.ftruncate(handle, 0)
-                    os.write(handle, f"{host_id()} {os.getpid()}\n".encode())
+                    os.write(handle, f"{_here()} {os.getpid()}\n".encode())
                     return cls(path, handle)
             except BaseException:
                 os.close(handle)
@@ -60,7 +60,7 @@ def is_left_behind(lock: Path, work: Path) -> bool:
         if got is False:
             return False
         holder = os.read(handle, 4096).decode(errors="replace").split(" ")[0]
-        is_known = got and holder in ("", host_id())
+        is_known = got and holder in ("", _here())
         return is_known or time.time() - _last_written(work) > _SILENT_SECONDS
     finally:
         os.close(handle)
@@ -71,8 +71,13 @@ def holder_of(lock: Path) -> str:
     with suppress(OSError):
         words = lock.read_text(encoding="utf-8", errors="replace").split()
         if len(words) == 2:
-            return f"process {words[1]} of {'this host' if words[0] == host_id() else 'another host'}"
+            return f"process {words[1]} of {'this host' if words[0] == _here() else 'another host'}"
     return "another process"
+
+
+def _here() -> str:
+    """This host in one word."""
+    return host_id().replace(" ", "_")
 
 
 def _try(handle: int) -> bool | None:
