@@ -6,13 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from weft._torch import op_name
+
 
 def refuse_second_order(op: Any) -> None:
     """Makes a backward op say what is missing when someone asks for the gradient of a gradient."""
 
     def refuse(ctx: Any, *grads: Tensor) -> Any:
         raise NotImplementedError(
-            f"gradients of gradients through {op._qualname} are not defined; leave out create_graph=True, or keep the "
+            f"gradients of gradients through {op_name(op)} are not defined; leave out create_graph=True, or keep the "
             "overlapped op out of what is differentiated twice"
         )
 

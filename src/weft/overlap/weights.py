@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from weft._torch import storage_id, weak_storage
 from weft.kernels import PackedWeight
 from weft.kernels.freshness import Stamp
 
 
 @dataclass(frozen=True)
 class _Entry:
-    storage: Any  # StorageWeakRef, which has no types
+    storage: Any  # a weak reference to it
     stamp: Stamp
     packed: PackedWeight
 
@@ -45,7 +45,7 @@ class WeightCache:
         if w.requires_grad:
             return pack(dense)
         storage = w.untyped_storage()
-        key = (storage._cdata, w.storage_offset(), w.shape, w.stride(), w.dtype, transposed)
+        key = (storage_id(storage), w.storage_offset(), w.shape, w.stride(), w.dtype, transposed)
         with self._lock:
             found = self._entries.get(key)
         if found is not None and not found.storage.expired() and found.stamp.holds([w]):
@@ -57,6 +57,5 @@ class WeightCache:
         with self._lock:
             for gone in [k for k, e in self._entries.items() if e.storage.expired()]:
                 del self._entries[gone]
-            weak: Any = StorageWeakRef
-            self._entries[key] = _Entry(weak(storage), stamp, packed)
+            self._entries[key] = _Entry(weak_storage(storage), stamp, packed)
         return packed

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from weft._torch import own_parameters
 from weft.packed.models.common import Unsupported
 from weft.parallel.describe import Cuts
 from weft.parallel.realign import Cut
@@ -24,7 +25,7 @@ def distribute(model: nn.Module, mesh: DeviceMesh, found: Cuts) -> None:
     places = [
         (module, name, parameter)
         for module in model.modules()
-        for name, parameter in module._parameters.items()
+        for name, parameter in own_parameters(module).items()
         if parameter is not None
     ]
     for _, name, parameter in places:  # before anything is changed
@@ -35,4 +36,4 @@ def distribute(model: nn.Module, mesh: DeviceMesh, found: Cuts) -> None:
         if id(parameter) not in made:
             spread = distribute_tensor(parameter.detach(), mesh, [placement(found.get(id(parameter)))])
             made[id(parameter)] = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-        module._parameters[name] = made[id(parameter)]
+        own_parameters(module)[name] = made[id(parameter)]

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from weft._torch import own_buffers, own_parameters
 from weft.kernels.attention import dropout_seed
 from weft.kernels.freshness import Stamp
 from weft.packed import spec
@@ -66,7 +67,7 @@ class _Places:
 
     def __init__(self, module: nn.Module, described: Described) -> None:
         wanted = {id(t) for t in spec.tensors((described.transformer, described.head))}
-        holders: list[dict[str, Any]] = [d for m in module.modules() for d in (m._parameters, m._buffers)]
+        holders: list[dict[str, Any]] = [d for m in module.modules() for d in (own_parameters(m), own_buffers(m))]
         self._taken = [(holder, name, t) for holder in holders for name, t in holder.items() if id(t) in wanted]
         self._is_complete = len({id(t) for _, _, t in self._taken}) == len(wanted)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from weft._torch import own_parameters
 from weft.kernels.attention import dropout_seed
 from weft.packed.batch import PackedBatch
 from weft.packed.call import Kept
@@ -279,7 +280,7 @@ def local_parameters(
     try:
         for module in model.modules():
             if module not in left_out:
-                holder: dict[str, Any] = module._parameters
+                holder: dict[str, Any] = own_parameters(module)
                 for name, p in [*holder.items()]:
                     if isinstance(p, DTensor) and id(p) not in (known or {}):
                         swapped.append((holder, name, p))

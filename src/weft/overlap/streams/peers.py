@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from weft._torch import symmetric_memory
 from weft.comm import Window
 from weft.comm.tags import Line
 
@@ -61,7 +62,7 @@ class SymmetricPeers:
     """Peers in torch's symmetric memory. This has never run on a GPU."""
 
     def __init__(self, pg: ProcessGroup, nbytes: int, device: torch.device, *, timeout: float) -> None:
-        from torch.distributed import _symmetric_memory as symmetric
+        symmetric = symmetric_memory()
 
         self.nbytes = -(-nbytes // 16) * 16
         self._size, self._milliseconds = pg.size(), int(timeout * 1000)

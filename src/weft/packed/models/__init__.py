@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from weft._torch import own_modules
 from weft.packed.engine import AttentionDropout
 from weft.packed.models.base import Family
 from weft.packed.models.bert import columns, describe_bert, describe_distilbert, roberta_positions
@@ -110,15 +111,15 @@ def _base_name(model: Any, family: Family) -> str:
 
 def _pack_sentence_transformer(model: Any, dropout: AttentionDropout) -> nn.Module:
     twin = copy.copy(model)
-    twin.__dict__["_modules"] = dict(model._modules)
-    first = next(iter(twin._modules))
-    transformer = copy.copy(twin._modules[first])
-    transformer.__dict__["_modules"] = dict(transformer._modules)
-    held = "model" if "model" in transformer._modules else "auto_model"
-    if held not in transformer._modules:
+    twin.__dict__["_modules"] = dict(own_modules(model))
+    first = next(iter(own_modules(twin)))
+    transformer = copy.copy(own_modules(twin)[first])
+    transformer.__dict__["_modules"] = dict(own_modules(transformer))
+    held = "model" if "model" in own_modules(transformer) else "auto_model"
+    if held not in own_modules(transformer):
         raise Unsupported(
             f"the first module of the SentenceTransformer is a {type(transformer).__name__}, no Transformer"
         )
-    transformer._modules[held] = pack(transformer._modules[held], attention_dropout=dropout.value)
-    twin._modules[first] = transformer
+    own_modules(transformer)[held] = pack(own_modules(transformer)[held], attention_dropout=dropout.value)
+    own_modules(twin)[first] = transformer
     return twin  # type: ignore[no-any-return]

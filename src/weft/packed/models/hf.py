@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from weft._torch import own_modules
 from weft.packed.engine import AttentionDropout
 from weft.packed.models.base import Family, PackedBase
 from weft.packed.models.heads import PackedHead
@@ -26,5 +27,5 @@ def pack_head(model: nn.Module, kind: HeadKind, base: str, family: Family, dropo
     """The packed twin of a model whose attribute `base` is its base model."""
     packed = pack_base(getattr(model, base), family, dropout)
     twin = twin_of(model, PackedHead, {"_weft_head": kind, "_weft_base": base})
-    twin._modules[base] = packed
+    own_modules(twin)[base] = packed
     return twin

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft._torch import own_buffers, own_parameters, unsaved_buffers
 from weft.reshard.dtensor import to_dtensor
 
 
@@ -41,7 +42,7 @@ def slots(model: nn.Module) -> list[Slot]:
     """
     found: dict[int, Slot] = {}
     for name, module, attribute, tensor in _tensors(model):
-        if attribute not in module._non_persistent_buffers_set:
+        if attribute not in unsaved_buffers(module):
             slot = found.setdefault(id(tensor), Slot(tensor))
             slot.names.append(name)
             slot.places.append((module, attribute))
@@ -56,9 +57,9 @@ def materialise(model: nn.Module, *, device: torch.device | str = "cpu") -> None
     """
     remade: dict[nn.Module, list[str]] = {}
     for name, module, attribute, tensor in list(_tensors(model)):
-        if tensor.is_meta and attribute in module._non_persistent_buffers_set:
+        if tensor.is_meta and attribute in unsaved_buffers(module):
             remade.setdefault(module, []).append(name)
-            module._buffers[attribute] = torch.full_like(tensor, float("nan"), device=device) if (
+            own_buffers(module)[attribute] = torch.full_like(tensor, float("nan"), device=device) if (
                 tensor.is_floating_point()
             ) else torch.zeros_like(tensor, device=device)  # fmt: skip
     _initialise(model, remade)
@@ -66,7 +67,7 @@ def materialise(model: nn.Module, *, device: torch.device | str = "cpu") -> None
         if slot.tensor.is_meta:
             made = _with_memory(slot.tensor, torch.device(device))
             for module, attribute in slot.places:
-                held = module._parameters if attribute in module._parameters else module._buffers
+                held = own_parameters(module) if attribute in own_parameters(module) else own_buffers(module)
                 held[attribute] = made  # type: ignore[assignment]
 
 
@@ -91,7 +92,7 @@ def _initialise(model: nn.Module, remade: dict[nn.Module, list[str]]) -> None:
         name
         for module, names in remade.items()
         for name in names
-        if initialise is None or _is_untouched(module._buffers[name.rpartition(".")[2]])
+        if initialise is None or _is_untouched(own_buffers(module)[name.rpartition(".")[2]])
     ]
     if unknown:
         raise ValueError(
