@@ -196,7 +196,7 @@ def _cuda() -> Check:
 
 def _triton() -> Check:
     if importlib.util.find_spec("triton") is None:
-        return Check("triton", "missing", "not installed; only GPU kernels need it", "pip install 'weft[gpu]'")
+        return Check("triton", "missing", "not installed; only GPU kernels need it", "pip install triton")
     return Check("triton", "ok", metadata.version("triton"))
 
 

@@ -35,7 +35,7 @@ def compile_kernels(
     try:
         import triton  # noqa: F401
     except ImportError as error:
-        raise ValueError("the GPU kernels need Triton, which is not installed; pip install 'weft[gpu]'") from error
+        raise ValueError("the GPU kernels need Triton, which is not installed; pip install triton") from error
     from rich.console import Console
 
     from weft.kernels.triton.compile import compile_variant

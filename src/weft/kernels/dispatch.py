@@ -132,7 +132,7 @@ def routed(device: str, implementation: str) -> Iterator[None]:
 @cache
 def _load(name: str) -> Kernels:
     if name == TRITON and importlib.util.find_spec("triton") is None:
-        raise ValueError("tensors on a GPU are computed by Triton, which is not installed; pip install 'weft[gpu]'")
+        raise ValueError("tensors on a GPU are computed by Triton, which is not installed; pip install triton")
     modules = [importlib.import_module(module) for module in _MODULES[name]]
     found: dict[str, Any] = {"name": name}
     for field in fields(Kernels)[1:]:

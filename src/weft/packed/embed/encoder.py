@@ -42,7 +42,7 @@ class Encoder:
         try:
             import transformers  # noqa: F401
         except ImportError as error:
-            raise ImportError("weft embed needs transformers; pip install 'weft[hf]'") from error
+            raise ImportError("weft embed needs transformers; pip install transformers") from error
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"got the dtype {dtype}, expected {' or '.join(DTYPES)}")
         self.recipe = Recipe.of(folder)
