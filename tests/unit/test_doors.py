@@ -76,3 +76,17 @@ OWNED = {
 def test_nobody_goes_around(name: str) -> None:
     found = {path for path, tree in TREES.items() if any(True for _ in attributes(tree, {name}))}
     assert found <= OWNED[name]
+
+
+# Who hands addresses to the native core: the kernels' own modules and the two programs for inference, which check at
+# their doors (`kernels/door.py`), memory that ranks share, and who only asks which CPU this is.
+NATIVE = (
+    "kernels/", "comm/banks.py", "comm/signal.py", "packed/forward.py", "parallel/inference/", "bench/machine.py",
+    "bench/packed_lineup.py", "doctor.py",
+)  # fmt: skip
+
+
+def test_only_those_who_check_reach_the_native_core() -> None:
+    found = {path for path, tree in TREES.items() if "weft._core" in set(imports(tree))}
+    assert {path for path in found if not path.startswith(NATIVE)} == set()
+    assert len(found) > 8
