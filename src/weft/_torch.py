@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -249,6 +250,13 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """The children of a module, to read or to replace."""
     return module._modules
+
+
+def shallow_copy(module: Any) -> nn.Module:
+    """The module with the same children, in a dict of its own: they can be replaced there alone."""
+    found: nn.Module = copy.copy(module)
+    found.__dict__["_modules"] = dict(module._modules)
+    return found
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:

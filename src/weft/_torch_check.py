@@ -229,6 +229,7 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "own_parameters": _check_own,
     "own_buffers": _check_own,
     "own_modules": _check_own,
+    "shallow_copy": _check_own,
     "unsaved_buffers": _check_own,
     "multiplies_bfloat16": lambda: _lacks(torch.cpu, "_is_avx512_bf16_supported", "_is_amx_tile_supported"),
     "symmetric_memory": lambda: _lacks(_torch.symmetric_memory(), "empty", "rendezvous"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -60,8 +62,8 @@ def embed(
     encoder = Encoder(model, max_length=max_length, prompt=prompt, prompt_name=prompt_name, dtype=dtype)
     options = replace(options, about=encoder.identity())
     try:
-        with _bar() as report:
-            done = run(options, encoder, report=report)
+        with _bar() as report, _heard(report) as listening:
+            done = run(options, encoder, report=listening)
     except KeyboardInterrupt:
         typer.echo("stopped; the same command goes on from here", err=True)
         raise typer.Exit(130) from None
@@ -69,6 +71,28 @@ def embed(
     typer.echo(f"wrote {done.rows} embeddings to {out}{rate}", err=True)
     if done.skipped:
         typer.echo(f"skipped {done.skipped} records; {out}.skipped says which and why", err=True)
+
+
+@contextmanager
+def _heard(report: Callable[[Progress], None]) -> Iterator[Callable[[Progress], None]]:
+    """`report`, which also raises if Ctrl-C was pressed and got lost: Python drops what is raised in a finalizer."""
+    pressed = False
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.default_int_handler(number, frame)
+
+    def check(progress: Progress) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        report(progress)
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

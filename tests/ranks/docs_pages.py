@@ -108,6 +108,7 @@ def run_page(page: list[Block], world: int, folder: str, port: int) -> None:
     rank = dist.get_rank()
     os.chdir(folder)
     if makes_group:
+        dist.barrier()  # else one rank may leave the group while another is still about to join it
         dist.destroy_process_group()
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(max(world, 1)), "LOCAL_RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world else {}

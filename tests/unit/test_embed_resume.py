@@ -357,7 +357,7 @@ def test_a_command_that_is_stopped(tmp_path, models):
     said, code = killed(
         [*args, models / "a" / "model"], journal, signal.SIGINT, json.loads(journal.read_text())["rows"]
     )
-    assert code == 130
+    assert code == 130, said
     assert "stopped; the same command goes on from here" in said
     assert json.loads(journal.read_text())["rows"] < count
     assert not out.exists()

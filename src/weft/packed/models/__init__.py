@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, TypeVar
 
 from torch import nn
 
-from weft._torch import own_modules
+from weft._torch import own_modules, shallow_copy
 from weft.packed.engine import AttentionDropout
 from weft.packed.models.base import Family
 from weft.packed.models.bert import columns, describe_bert, describe_distilbert, roberta_positions
@@ -110,16 +109,15 @@ def _base_name(model: Any, family: Family) -> str:
 
 
 def _pack_sentence_transformer(model: Any, dropout: AttentionDropout) -> nn.Module:
-    twin = copy.copy(model)
-    twin.__dict__["_modules"] = dict(own_modules(model))
+    twin = shallow_copy(model)
     first = next(iter(own_modules(twin)))
-    transformer = copy.copy(own_modules(twin)[first])
-    transformer.__dict__["_modules"] = dict(own_modules(transformer))
+    transformer: Any = shallow_copy(own_modules(twin)[first])
     held = "model" if "model" in own_modules(transformer) else "auto_model"
     if held not in own_modules(transformer):
         raise Unsupported(
             f"the first module of the SentenceTransformer is a {type(transformer).__name__}, no Transformer"
         )
-    own_modules(transformer)[held] = pack(own_modules(transformer)[held], attention_dropout=dropout.value)
+    inner: Any = own_modules(transformer)[held]
+    own_modules(transformer)[held] = pack(inner, attention_dropout=dropout.value)
     own_modules(twin)[first] = transformer
-    return twin  # type: ignore[no-any-return]
+    return twin

@@ -107,8 +107,8 @@ def _is_untouched(buffer: Tensor | None) -> bool:
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """(name, module, attribute, tensor) of all parameters, then all buffers; tied ones at each of their places."""
-    for kind in ("_parameters", "_buffers"):
+    for own in (own_parameters, own_buffers):
         for prefix, module in model.named_modules(remove_duplicate=False):
-            for attribute, tensor in getattr(module, kind).items():
+            for attribute, tensor in own(module).items():
                 if tensor is not None:
                     yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute, tensor
