@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 import pickle
 import tempfile
@@ -456,9 +455,8 @@ def odd_batches(size: int) -> None:
 CASES = [
     vectors_of_another_type, different_vectors_and_positions, cut_and_moved_layers, replaced_modules, hooks,
     modes_of_parts, one_rank_alone, other_types, compiled, saved, refusals, threads, a_swap_that_fails, odd_batches,
+    writes_past_the_counters, resharded_in_place,
 ]  # fmt: skip
-if importlib.util.find_spec("weft.kernels.freshness") is not None:
-    CASES += [writes_past_the_counters, resharded_in_place]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda ranks: f"{ranks} ranks")

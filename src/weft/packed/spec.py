@@ -146,27 +146,20 @@ class Transformer:
         return down.weights[0].shape[1 if down.transposed else 0]
 
 
-def tensors(value: object) -> Iterator[Tensor]:
-    """Every tensor in a description, in a fixed order."""
+def tensors(value: object, *, without: type | None = None) -> Iterator[Tensor]:
+    """Every tensor in a description, in a fixed order; those in a `without` are left out."""
     if isinstance(value, Tensor):
         yield value
+    elif without is not None and isinstance(value, without):
+        return
     elif isinstance(value, tuple):
         for item in value:
-            yield from tensors(item)
+            yield from tensors(item, without=without)
     elif is_dataclass(value):
         for field in fields(value):
-            yield from tensors(getattr(value, field.name))
+            yield from tensors(getattr(value, field.name), without=without)
 
 
 def weights(value: object) -> Iterator[Tensor]:
     """The tensors that a model computes with in its own type: all but rotary frequencies, which are tabled first."""
-    if isinstance(value, Rotary):
-        return
-    if isinstance(value, tuple):
-        for item in value:
-            yield from weights(item)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from weights(getattr(value, field.name))
-    elif isinstance(value, Tensor):
-        yield value
+    return tensors(value, without=Rotary)
