@@ -14,7 +14,7 @@ import weft
 from weft import overlap
 from weft.comm.rendezvous import store_of
 from weft.errors import PeerMismatch
-from weft.overlap import Op, OverlapPlan, run_outgoing
+from weft.overlap import Op, OverlapPlan, agreement, run_outgoing
 
 M, N, K = 96, 64, 32
 
@@ -121,3 +121,13 @@ def test_no_group_is_refused_by_name() -> None:
         weft.matmul_all_reduce(x, torch.randn(3, 8), group=None)
     with pytest.raises(ValueError, match="mesh is a NoneType"):
         weft.parallelize(torch.nn.Linear(2, 2), None)
+
+
+def count_anew() -> bool:
+    """Counters that start again after every third call."""
+    agreement._EPOCH = 3
+    return all(right(seed, expected(seed)) for seed in range(20))
+
+
+def test_calls_are_counted_for_ever() -> None:
+    assert run_ranks(count_anew, 2, timeout=40.0) == [True, True]

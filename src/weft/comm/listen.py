@@ -75,7 +75,11 @@ def listening(wait: Callable[[], None], *, on_interrupt: Callable[[], None] | No
     try:
         helper = _idle.pop()
     except IndexError:
-        helper = _Helper()
+        try:
+            helper = _Helper()
+        except RuntimeError:  # no more threads, or the interpreter is about to end
+            wait()
+            return
     helper.start(job)
     try:
         job.ended.acquire()

@@ -33,11 +33,22 @@ from weft.comm.tell import swap_tensors
 from weft.errors import PeerMismatch
 
 _DIGEST_BYTES = 16
+_EPOCH = 1 << 30  # calls after which counting starts anew: a counter has 31 bits, and a service runs for months
 
 
 @lru_cache(maxsize=4096)
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES]
+
+
+def _count(number: int) -> tuple[int, int]:
+    """Which of two counters tells of call `number`, from 1 on, and what it is then.
+
+    >>> _count(1), _count(_EPOCH), _count(_EPOCH + 1), _count(2 * _EPOCH + 1)
+    ((0, 1), (0, 1073741824), (1, 1), (0, 1))
+    """
+    epoch, count = divmod(number - 1, _EPOCH)
+    return epoch % 2, count + 1
 
 
 def _as_memory(data: Tensor) -> memoryview:
@@ -87,7 +98,7 @@ class Agreement:
         self._counters: dict[int, Counters] = {}
         if windows:
             self._window = Window.create(
-                group.pg, 2 * _DIGEST_BYTES, counters_per_rank=1, timeout=group.timeout, line=group.line
+                group.pg, 2 * _DIGEST_BYTES, counters_per_rank=2, timeout=group.timeout, line=group.line
             )
             self._local = tuple(rank for rank in self._window.ranks if rank != group.rank)
             self._slots = {rank: _as_memory(self._window.peer(rank)) for rank in self._window.ranks}
@@ -104,8 +115,12 @@ class Agreement:
         self._calls += 1
         digest = _digest(said.text)
         if self._window is not None:
+            word, count = _count(self._calls)
+            own = self._counters[self._group.rank]
+            if count == 2:  # all ranks have met in this epoch, so none waits for the last of the one before
+                own.tensor[1 - word] = 0
             self._slots[self._group.rank][self._slot(self._calls)] = digest
-            self._counters[self._group.rank].add(0)
+            own.add(word)
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         theirs = tuple(torch.empty_like(mine) for _ in self._remote)
         transfers = [self._group.recv(t, peer, tag=self._tag) for t, peer in zip(theirs, self._remote, strict=True)]
@@ -117,8 +132,8 @@ class Agreement:
         what = f"the start of {posted.said.text.split(' ', 1)[0]}"
         told: list[bytes] = []
         for rank in self._local:
-            left = max(deadline.left(), 1e-3)
-            self._counters[rank].wait(0, posted.number, timeout=left, what=f"rank {rank} at {what}")
+            left, (word, count) = max(deadline.left(), 1e-3), _count(posted.number)
+            self._counters[rank].wait(word, count, timeout=left, what=f"rank {rank} at {what}")
             told.append(bytes(self._slots[rank][self._slot(posted.number)]))
         self._wait(posted.transfers, deadline, what)
         told += [bytes(t.numpy()) for t in posted.theirs]

@@ -9,6 +9,7 @@ a third thread makes it as soon as it can.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,14 @@ class Places:
     done: Tensor
 
 
+@dataclass(frozen=True)
+class Arrivals:
+    """Which of the messages that this rank gets are there: counter i is 1 then, or when `job` has failed."""
+
+    counters: Counters
+    job: Job
+
+
 class OutgoingCall(Running):
     """One call of an op whose output travels."""
 
@@ -53,6 +62,7 @@ class OutgoingCall(Running):
         self.summed = Counters(len(self.program.cut.blocks))
         self.places = self._places(counts)
         self.transfers: list[Transfer] = []
+        self.arrivals: Arrivals | None = None
         return self.program.out_rows
 
     def _places(self, counts: Counts | None) -> Places:
@@ -112,14 +122,9 @@ class OutgoingCall(Running):
         if meanwhile is not None:
             meanwhile()
 
-        def finish() -> None:
-            self._finish_all(bias, out)
-            self._wait_for_sends(sent)
-
-        if sent or self.transfers:
-            self.listening(finish)
-        else:
-            finish()
+        self._finish_all(bias, out)
+        if sent:
+            self.listening(lambda: self._wait_for_sends(sent))
 
     def _run_beside(
         self, matmul: Callable[[], None], bias: Tensor | None, out: Tensor, meanwhile: Callable[[], None] | None
@@ -133,7 +138,7 @@ class OutgoingCall(Running):
             meanwhile()
         try:
             if finish is None:
-                self.listening(lambda: self._finish_after(job, bias, out))
+                self._finish_after(job, bias, out)
             else:
                 finish.join(seconds=self.patience())
         except PeerTimeout:
@@ -193,11 +198,44 @@ class OutgoingCall(Running):
         self._finish_all(bias, out)
 
     def _finish_all(self, bias: Tensor | None, out: Tensor) -> None:
+        self.arrivals = self._watch_arrivals()
         forwards: list[Transfer] = []
         for finish in self.program.finishes:
             forwards += self._finish(finish, bias, out)
-        for transfer in forwards:
-            transfer.wait_until(self.call.deadline, what=f"{self.op}: a result")
+
+        def wait() -> None:
+            for transfer in forwards:
+                transfer.wait_until(self.call.deadline, what=f"{self.op}: a result")
+
+        if forwards:
+            self.listening(wait)
+        if self.arrivals is not None:
+            self.arrivals.job.join(seconds=self.patience())
+
+    def _watch_arrivals(self) -> Arrivals | None:
+        """What comes is waited for by another thread if this is the main one: it hears signals only outside of gloo."""
+        if not self.transfers or threading.current_thread() is not threading.main_thread():
+            return None
+        counters = Counters(len(self.transfers))
+
+        def watch(_: Job) -> None:
+            for number in range(len(self.transfers)):
+                self._wait_for_part(number)
+                counters.add(number)
+
+        def poison() -> None:
+            for number in range(len(counters)):
+                counters.add(number)
+
+        return Arrivals(counters, self.context.finisher.start(watch, on_error=poison))
+
+    def _wait_for_part(self, number: int) -> None:
+        what = f"{self.op}: part {number} of the output"
+        if self.arrivals is None or threading.current_thread() is not threading.main_thread():
+            self.transfers[number].wait_until(self.call.deadline, what=what)
+        else:
+            self.arrivals.counters.wait(number, 1, timeout=self.left(), what=what)
+            self.arrivals.job.check()
 
     def _finish(self, finish: Finish, bias: Tensor | None, out: Tensor) -> list[Transfer]:
         box, waited = finish.box, tracing.now()
@@ -225,8 +263,7 @@ class OutgoingCall(Running):
     def _view(self, v: View) -> Tensor:
         """The tensor of a view, once what it needs is there."""
         if v.space is Space.INBOX:
-            what = f"{self.op}: part {v.need} of the output"
-            self.transfers[v.need].wait_until(self.call.deadline, what=what)
+            self._wait_for_part(v.need)
             return self._private(self.inbox_at + v.at, v.rows, v.cols)
         if v.space is Space.SUM:
             self.summed.wait(v.need, 1, timeout=self.left(), what=f"{self.op}: the host's sum of block {v.need}")
