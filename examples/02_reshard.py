@@ -15,10 +15,10 @@ import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import weft.reshard
-from weft.cluster import Cluster
 from weft.lab import Cluster as Lab
 from weft.lab import Rank
 from weft.layout import Layout, Mesh
+from weft.layout.mesh import DeclaredCluster
 from weft.reshard import Source, plan_tensors, reshard_state_dict
 from weft.reshard.reference import shard
 
@@ -61,7 +61,7 @@ def main() -> None:
         weft.reshard.TensorSpec(name, shape, torch.float32, FSDP, dst, torch.bfloat16)
         for name, (shape, dst) in WEIGHTS.items()
     ]
-    plan = plan_tensors(specs, cluster=Cluster.uniform(3, gbps=gbps or 10.0))
+    plan = plan_tensors(specs, cluster=DeclaredCluster.uniform(3, gbps=gbps or 10.0))
     print(plan)
     print(plan.simulate().text(width=100))
     # On plain loopback all ranks are on one host, whatever the meshes say: they may share memory, and need not.

@@ -20,9 +20,9 @@ from torch import Tensor
 import weft
 from weft.lab import Cluster, Rank
 from weft.pipeline import lower
-from weft.pipeline.models.utransformer import UConfig, loss_of_pixels, u_graph, u_stage
-from weft.pipeline.reference import step_reference
-from weft.report.curve import curve_svg, curve_text
+from weft.pipeline.models import UConfig, loss_of_pixels, u_graph, u_stage
+from weft.pipeline.run.reference import step_reference
+from weft.report.drawing import curve_svg, curve_text
 
 
 @dataclass(frozen=True)

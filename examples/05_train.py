@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 4 examples/05_train.py --tp 2 --dp 2 --model small --checkpoint run --resume --steps 200
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint HOST:PORT examples/05_train.py --tp 4 --pp 2 --data *.txt
 
-What runs is `weft.train`: `weft.parallelize` (or the stages of a `weft.Pipeline`) over the axis tp, torch's FSDP2 over
-dp. Tokens are bytes, so that any text will do; without --data it is Python's own reference manual. Losses do not
-depend on how the ranks are used, and a run that was killed goes on with --resume to the losses that it would have had.
+What runs is `weft.jobs.train`: `weft.parallelize` (or the stages of a `weft.Pipeline`) over the axis tp, torch's
+FSDP2 over dp. Tokens are bytes, so that any text will do; without --data it is Python's own reference manual. Losses
+do not depend on how the ranks are used, and a run that was killed goes on with --resume to the losses that it would
+have had.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from weft.report.curve import curve_text
-from weft.train import Job, StepFigures, train
-from weft.train.figures import LossLog, read_log
-from weft.train.job import SIZES
+from weft.jobs.train import StepFigures, TrainJob, train
+from weft.jobs.train.figures import LossLog, read_log
+from weft.jobs.train.job import SIZES
+from weft.report.drawing import curve_text
 
 
 def main() -> None:
@@ -44,10 +45,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def parse() -> tuple[Job, str]:
+def parse() -> tuple[TrainJob, str]:
     """The job, and the file for its figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    standard = Job()
+    standard = TrainJob()
     parser.add_argument("--model", default="small", choices=SIZES)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
     parser.add_argument("--pp", type=int, default=1, help="stages of the pipeline")
@@ -70,7 +71,7 @@ def parse() -> tuple[Job, str]:
     parser.add_argument("--figures", default="", metavar="FILE.jsonl", help="write the figures of each step")
     given = vars(parser.parse_args())
     log = given.pop("figures")
-    return Job(**{**given, "data": tuple(given["data"])}), log
+    return TrainJob(**{**given, "data": tuple(given["data"])}), log
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weft.errors import PeerLost, PeerMismatch, PeerTimeout
     from weft.kernels import PackedWeight, linear
     from weft.kernels.freshness import refresh
-    from weft.layout import Layout, Mesh
+    from weft.layout import DeclaredCluster, Layout, Mesh
     from weft.overlap import (
         ColwiseOverlap,
         RowwiseOverlap,
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from weft.parallel import load_sharded, parallelize
     from weft.parallel.inference.generate import generate
     from weft.pipeline import Pipeline
-    from weft.pipeline.schedules import schedule
+    from weft.pipeline.schedules.generators import schedule
     from weft.reshard import plan_reshard, reshard_state_dict
     from weft.timeline import Timeline
-    from weft.tracing import trace
+    from weft.timeline.record import trace
 
 __version__ = version("weft")
 
@@ -39,7 +39,7 @@ _HOME = {
     "weft.errors": ("PeerLost", "PeerMismatch", "PeerTimeout"),
     "weft.kernels": ("PackedWeight", "linear"),
     "weft.kernels.freshness": ("refresh",),
-    "weft.layout": ("Layout", "Mesh"),
+    "weft.layout": ("DeclaredCluster", "Layout", "Mesh"),
     "weft.overlap": (
         "ColwiseOverlap",
         "RowwiseOverlap",
@@ -55,13 +55,14 @@ _HOME = {
     "weft.pipeline": ("Pipeline", "schedule"),
     "weft.reshard": ("plan_reshard", "reshard_state_dict"),
     "weft.timeline": ("Timeline",),
-    "weft.tracing": ("trace",),
+    "weft.timeline.record": ("trace",),
 }
-_PACKAGES = ("comm", "kernels", "lab", "overlap", "packed", "parallel", "pipeline", "reshard", "train")
+_PACKAGES = ("comm", "kernels", "lab", "overlap", "packed", "parallel", "pipeline", "reshard")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "ColwiseOverlap",
+    "DeclaredCluster",
     "Layout",
     "Mesh",
     "PackedBatch",

@@ -27,10 +27,10 @@ from overlap_programs import Inputs, call, close, random_plan, random_shape
 
 import weft
 from weft.comm import Group, Window
-from weft.comm.lean import LeanGroup
+from weft.comm.host_collectives import LeanGroup
 from weft.errors import RankFailed, WeftError
 from weft.layout import Layout, Mesh, Replicate, Shard
-from weft.overlap.context import context_of
+from weft.overlap.executor.context import context_of
 from weft.reshard import Source
 
 DEADLINE = 3.0

@@ -37,10 +37,10 @@ import weft
 from weft.comm import Group
 from weft.errors import PeerMismatch, RankFailed
 from weft.lab import Cluster
-from weft.lab.doctor import namespaces_available
+from weft.lab.network import namespaces_available
 from weft.layout import Layout, Mesh, Replicate
 from weft.overlap import OverlapPlan
-from weft.overlap.context import context_of
+from weft.overlap.executor.context import context_of
 from weft.reshard import Source
 
 _SET = 1000  # cases that share a set of processes

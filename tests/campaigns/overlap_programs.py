@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft import overlap
 from weft.overlap import Op, OverlapPlan, Transport
-from weft.overlap.tiles import Axis, chunk_bounds
+from weft.overlap.blocks import Axis, chunk_bounds
 
 OPS = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_TO_ALL)
 MODES = ("grad", "no_grad", "inference", "checkpoint", "compile")

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from weft.pipeline import Action, Edge, Kind, Schedule, StageGraph, chain, schedule
-from weft.pipeline.validate import Dependencies
+from weft.pipeline.schedules.text import Dependencies
 
 NAMES = ("gpipe", "1f1b", "eager-1f1b", "eager-1f1b+delay", "zero-bubble", "interleaved-1f1b", "own")
 _WIDER = {"bfloat16": "float32", "float16": "float32"}

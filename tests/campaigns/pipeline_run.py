@@ -12,10 +12,10 @@ from pipeline_case import Case
 from pipeline_model import batch_of, check, given, loss_of, make_stages, placements, shard_of
 from torch import Tensor, nn
 
-from weft import tracing
-from weft.pipeline.api import Pipeline
-from weft.pipeline.failure import StageFailed
-from weft.pipeline.reference import forward_reference, step_reference
+from weft.pipeline.run.api import Pipeline
+from weft.pipeline.run.reference import forward_reference, step_reference
+from weft.pipeline.transport.failure import StageFailed
+from weft.timeline import record
 
 TIMEOUT = 60.0
 TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 6e-2, "float16": 6e-2}
@@ -48,7 +48,7 @@ def _run_case(case: Case) -> None:
                 expect_failure(case, raises, pipe, batch, targets)
                 break
             prepare(case, before, pipe, batch, targets, alone, outputs)
-            guard = torch.no_grad() if before == "no_grad" else tracing.trace() if before == "trace" else nullcontext()
+            guard = torch.no_grad() if before == "no_grad" else record.trace() if before == "trace" else nullcontext()
             with guard:
                 losses = pipe.step(*given(case, batch, targets), loss_scale=case.scale)
             expected = step_reference(

@@ -5,8 +5,7 @@ import torch
 
 from weft import _core
 from weft.kernels import cpu_attention
-from weft.kernels.cpu_attention import Scoring
-from weft.kernels.cpu_cache import cache_attention, store_heads
+from weft.kernels.cpu_attention import Scoring, cache_attention, store_heads
 
 ISAS = _core.available_isas()
 WINDOWS = {"all": (-1, -1), "causal": (-1, 0), "window": (40, 0), "around": (5, 3)}

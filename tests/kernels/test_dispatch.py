@@ -10,7 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import weft
-from weft.kernels import PackedWeight, cpu, cpu_attention, cpu_rows, dispatch, linear
+from weft.kernels import PackedWeight, cpu, cpu_attention, dispatch, linear
 from weft.kernels.dispatch import NATIVE, Kernels, dtypes_on, is_supported, kernels_for, routed
 
 
@@ -22,7 +22,7 @@ def on_gpu(dtype=torch.float32):
 def test_the_cpu_is_the_native_core():
     kernels = kernels_for(torch.zeros(1))
     assert kernels.name == NATIVE
-    assert (kernels.linear, kernels.norm, kernels.attention) == (cpu.linear, cpu_rows.norm, cpu_attention.attention)
+    assert (kernels.linear, kernels.norm, kernels.attention) == (cpu.linear, cpu.norm, cpu_attention.attention)
     assert kernels is kernels_for(torch.zeros(1, dtype=torch.bfloat16))
     assert kernels.packed_elements(5, 7, cpu.FASTEST) == PackedWeight.from_dense(torch.zeros(5, 7)).data.numel()
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from weft import _core
-from weft.kernels import cpu_rows
+from weft.kernels import cpu
 from weft.kernels.norm import add_bias_residual_layernorm, gate, rmsnorm, rotary
 
 ISAS = _core.available_isas()
@@ -111,10 +111,10 @@ def test_gather(dtype, isa):
     tables = [random(rows, 45, seed=rows, dtype=dtype, grad=False) for rows in (9, 4, 30)]
     indices = [torch.randint(-1, len(t), (50,), generator=torch.Generator().manual_seed(len(t))) for t in tables]
     out = torch.full((50, 45), 7.0, dtype=dtype)
-    cpu_rows.gather(list(zip(tables, indices, strict=True)), out=out, isa_name=isa)
+    cpu.gather(list(zip(tables, indices, strict=True)), out=out, isa_name=isa)
     want = sum(t.float()[i.clamp(min=0)] * (i >= 0)[:, None] for t, i in zip(tables, indices, strict=True))
     torch.testing.assert_close(out.float(), want, atol=1e-6 if dtype == torch.float32 else 0.03, rtol=1e-2)
-    cpu_rows.gather([(tables[0], indices[0])], out=out, isa_name=isa)
+    cpu.gather([(tables[0], indices[0])], out=out, isa_name=isa)
     assert torch.equal(out, tables[0][indices[0].clamp(min=0)] * (indices[0] >= 0)[:, None])
 
 
@@ -141,7 +141,7 @@ def test_opcheck(grad):
             r"positions must be from 0 to 2, got 3",
         ),
         (
-            lambda: cpu_rows.gather([(torch.zeros(3, 4), torch.tensor([3]))], out=torch.zeros(1, 4)),
+            lambda: cpu.gather([(torch.zeros(3, 4), torch.tensor([3]))], out=torch.zeros(1, 4)),
             r"3 rows was asked for row 3",
         ),
     ],

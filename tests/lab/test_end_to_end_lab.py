@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench.end_to_end import Bench
-from weft.bench.end_to_end_cases import Kind, tiny
-from weft.bench.end_to_end_rows import summary
+from weft.bench.end_to_end.cases import WorkKind, tiny
+from weft.bench.end_to_end.rows import summary
+from weft.bench.end_to_end.run import Bench
 
 pytest.importorskip("accelerate")  # what Hugging Face cuts models with
 
@@ -21,7 +21,7 @@ def test_a_place_gives_a_row_of_each_kind(namespaces: None, tmp_path: Path) -> N
     bench = Bench(scale.load, tmp_path, None)
     results = bench.results(replace(place, share=None), kinds, 1, gbps=1.0)  # a given rate saves the lab that finds it
     rows = {str(result.row()["kind"]): result.row() for result in results}
-    assert set(rows) == {kind.value for kind in Kind}
+    assert set(rows) == {kind.value for kind in WorkKind}
     for row in rows.values():
         assert all(row[key] for key in ("weft_ms", "padded_ms", "vs_padded", "bound_ms", "gbps", "weft_tokens_per_s"))
     figures = summary(results)
@@ -29,5 +29,5 @@ def test_a_place_gives_a_row_of_each_kind(namespaces: None, tmp_path: Path) -> N
     exposed = figures["exposed_comm_fraction"]
     assert isinstance(exposed, float)
     assert 0 < exposed < 1
-    train = next(result for result in results if result.kind is Kind.TRAIN)
+    train = next(result for result in results if result.kind is WorkKind.TRAIN)
     assert [timeline.name for timeline in train.figure().timelines] == ["predicted", "measured"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import PeerTimeout, RankFailed
-from weft.lab.outcome import Ending, How, Run, failure, first_failure
+from weft.lab.spec import Ending, How, LabRun, failure, first_failure
 
-RUN = Run("step", devices=2, timeout=5.0)
+RUN = LabRun("step", devices=2, timeout=5.0)
 
 
 def returned(rank: int) -> Ending:

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft import overlap, tracing
-from weft.bench.overlap_cases import OverlapCase, cases, quick_cases
-from weft.bench.overlap_systems import Systems
+from weft import overlap
+from weft.bench.systems.overlap import OverlapCase, Systems, cases, quick_cases
+from weft.cli.tune import _ranks, _shape
 from weft.comm import Group, PeerLost
 from weft.errors import PeerTimeout, RankFailed
 from weft.lab import Cluster, Rank
 from weft.overlap import Op, OverlapPlan
-from weft.tune_cli import _ranks, _shape
+from weft.timeline import record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from overlap_cases import close, random_calls
@@ -43,7 +43,7 @@ def overlapped(rank: Rank) -> tuple[float, float, list[str]]:
     x, w = torch.randn(m, k), torch.randn(n, k)
     plan = OverlapPlan(Op.REDUCE_SCATTER, m, n, k, "float32", rank.hosts, tile_m=192, groups=(1,) * 8)
     overlap.matmul_reduce_scatter(x, w, group=rank.group, plan=plan)
-    with tracing.trace() as trace:
+    with record.trace() as trace:
         overlap.matmul_reduce_scatter(x, w, group=rank.group, plan=plan)
     timeline = trace.timeline
     matmul = next(e for e in timeline.events if e.kind == "compute")

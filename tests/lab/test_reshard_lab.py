@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.cluster import Cluster
 from weft.comm import Group
 from weft.errors import PeerMismatch
 from weft.lab import Cluster as Lab
 from weft.lab import Rank
-from weft.layout import Layout, Mesh, Shard
+from weft.layout import DeclaredCluster, Layout, Mesh, Shard
 from weft.reshard import STRATEGIES, Executor, Source, TensorSpec, plan_reshard, plan_tensors
 from weft.reshard.reference import shard
 
@@ -32,7 +31,7 @@ def card_bytes() -> tuple[int, int]:
 
 def move(rank: Rank, spec: TensorSpec, strategy: str) -> tuple[int, int]:
     """Moves once, compares the values, and returns what crossed this rank's card."""
-    plan = plan_tensors([spec], cluster=Cluster.uniform(4, gbps=1.0), strategy=strategy)
+    plan = plan_tensors([spec], cluster=DeclaredCluster.uniform(4, gbps=1.0), strategy=strategy)
     whole = torch.arange(SHAPE[0] * SHAPE[1] * SHAPE[2], dtype=torch.float32).reshape(SHAPE)
     sources, targets = shard(whole, spec.src), shard(whole, spec.dst)
     group = Group(rank.group, timeout=60.0)
@@ -58,7 +57,7 @@ def lab(namespaces: None) -> Lab:  # type: ignore[misc]
 def test_cards_carry_what_the_plan_says(lab: Lab, src: str, dst: str, strategy: str) -> None:
     a, b = Mesh.grid(2, 2), Mesh.grid(2, 2, first_rank=4, first_host=2)
     spec = TensorSpec("x", SHAPE, torch.float32, Layout.parse(a, src), Layout.parse(b, dst), torch.float32)
-    planned = plan_tensors([spec], cluster=Cluster.uniform(4, gbps=1.0), strategy=strategy).bytes_by_card
+    planned = plan_tensors([spec], cluster=DeclaredCluster.uniform(4, gbps=1.0), strategy=strategy).bytes_by_card
     for rank, (out, into) in enumerate(lab.run(move, spec, strategy, timeout=120.0)):
         expected = planned[rank // 2]
         for measured, bytes_planned in ((out, expected.out), (into, expected.into)):

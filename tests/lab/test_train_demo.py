@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from weft.cli import app
+from weft.cli.app import app
 
 SMALL = ["--model", "tiny", "--tokens", "128", "--microbatches", "2"]
 

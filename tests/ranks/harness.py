@@ -29,7 +29,7 @@ _context.set_forkserver_preload(
         "weft.comm",
         "weft.overlap",
         "weft.reshard",
-        "weft.pipeline.api",
+        "weft.pipeline.run.api",
         "weft.parallel",
         "transformers.models.llama.modeling_llama",
         "transformers.models.gpt2.modeling_gpt2",

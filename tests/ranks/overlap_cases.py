@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from weft import overlap
 from weft.overlap import Op, OverlapPlan, Transport, reference
-from weft.overlap.context import context_of
-from weft.overlap.tiles import Axis, chunk_bounds
+from weft.overlap.blocks import Axis, chunk_bounds
+from weft.overlap.executor.context import context_of
 
 
 class Case:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.pipeline import Edge, Schedule, StageGraph
-from weft.pipeline.api import Pipeline
-from weft.pipeline.reference import step_reference
+from weft.pipeline.run.api import Pipeline
+from weft.pipeline.run.reference import step_reference
 
 WIDTH = 8
 LONG = 60.0

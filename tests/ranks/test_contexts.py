@@ -13,7 +13,8 @@ from harness import run_ranks
 
 import weft
 from weft.errors import WeftError
-from weft.overlap import OverlapPlan, Transport, context, keep_gloo_priority
+from weft.overlap import OverlapPlan, Transport, keep_gloo_priority
+from weft.overlap.executor import context
 
 
 def windows() -> int:

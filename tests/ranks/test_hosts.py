@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import doctest
 import os
 
 import pytest
@@ -11,18 +10,11 @@ import torch.distributed as dist
 from harness import run_ranks
 from windows import LONG, all_meet, world
 
-import weft.comm.hosts
 from weft.comm import Window, host_id, hosts_of
-from weft.comm.rendezvous import store_of
+from weft.comm.tell import store_of
 from weft.errors import PeerTimeout
 
 CLONE_NEWNET = 0x40000000
-
-
-def test_examples() -> None:
-    result = doctest.testmod(weft.comm.hosts)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def move_to_another_network(leader: int) -> bool:

@@ -146,7 +146,7 @@ def test_planning_beside_matmuls() -> None:
 
 def tuning_beside_matmuls() -> bool:
     """The tuner's own calls have the shape and the plan of those beside it, and other data."""
-    from weft.overlap.tune import Shape, tune
+    from weft.overlap.tuning import Shape, tune
 
     total = Sum()
     shape = Shape(Op.ALL_REDUCE, 96, 64, 32)

@@ -21,11 +21,11 @@ from harness import run_ranks
 import weft
 from weft import overlap
 from weft.comm import Group, PeerLost, Transfer
-from weft.comm.rendezvous import store_of
+from weft.comm.tell import store_of
 from weft.errors import WeftError
 from weft.layout import Layout, Mesh, Replicate
 from weft.overlap import Op, OverlapPlan, Transport
-from weft.overlap.context import context_of
+from weft.overlap.executor.context import context_of
 from weft.reshard import Source
 
 LONG, PATIENCE = 90.0, 25.0
@@ -158,7 +158,7 @@ PROGRAM = """
 import os, signal, sys, threading, time
 import torch, torch.distributed as dist
 import weft
-from weft.overlap.context import context_of
+from weft.overlap.executor.context import context_of
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
 x, w = torch.ones(48, 32), torch.ones(64, 32)

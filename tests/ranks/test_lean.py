@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from weft.comm.lean import LeanGroup
+from weft.comm.host_collectives import LeanGroup
 from weft.errors import PeerMismatch, PeerTimeout, WeftError
 from weft.kernels import PackedWeight, linear
-from weft.vllm.fused import matmul_all_reduce
+from weft.vllm.layers import fused_matmul_all_reduce
 
 
 def _group(bank_bytes: int = 4096, timeout: float = 30.0) -> LeanGroup:
@@ -83,7 +83,7 @@ def _fused() -> None:
         expected = _sum([linear(x, w, bias=b) for x, w, b in zip(xs, weights, biases, strict=True)])
         for mode in (False, True):  # a bank that was made in one mode is written to in the other
             with torch.inference_mode(mode):
-                y = matmul_all_reduce(lean, xs[lean.rank], weights[lean.rank], bias=biases[lean.rank])
+                y = fused_matmul_all_reduce(lean, xs[lean.rank], weights[lean.rank], bias=biases[lean.rank])
                 assert torch.equal(y, expected), (m, n, k)
 
 

@@ -18,7 +18,7 @@ from weft import overlap
 from weft.comm import PeerLost
 from weft.errors import PeerTimeout, WeftError
 from weft.overlap import Op, OverlapPlan, Transport
-from weft.overlap.context import context_of
+from weft.overlap.executor.context import context_of
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"]
 DEADLINE = 2.0

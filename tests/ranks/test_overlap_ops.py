@@ -20,7 +20,7 @@ from weft.comm import PeerLost
 from weft.errors import PeerMismatch, PeerTimeout, WeftError
 from weft.kernels import PackedWeight
 from weft.overlap import Op, OverlapPlan, Transport
-from weft.overlap.context import context_of
+from weft.overlap.executor.context import context_of
 
 LONG = 60.0
 """A deadline that only a hang reaches."""

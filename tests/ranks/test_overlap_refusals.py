@@ -12,9 +12,11 @@ from harness import run_ranks
 
 import weft
 from weft import overlap
-from weft.comm.rendezvous import store_of
+from weft.comm.tell import store_of
 from weft.errors import PeerMismatch
-from weft.overlap import Op, OverlapPlan, agreement, run_outgoing
+from weft.overlap import Op, OverlapPlan
+from weft.overlap.executor import context
+from weft.overlap.executor import outgoing as run_outgoing
 
 M, N, K = 96, 64, 32
 
@@ -72,7 +74,7 @@ def tell(key: str, context: object) -> None:
 
 
 def a_slower_rank(who: tuple[int, ...], how: str) -> list[bool]:
-    from weft.overlap.context import context_of
+    from weft.overlap.executor.context import context_of
 
     rank, want = dist.get_rank(), [expected(seed) for seed in range(4)]
     good = [right(seed, want[seed]) for seed in (0, 1)]
@@ -125,7 +127,7 @@ def test_no_group_is_refused_by_name() -> None:
 
 def count_anew() -> bool:
     """Counters that start again after every third call."""
-    agreement._EPOCH = 3
+    context._EPOCH = 3
     return all(right(seed, expected(seed)) for seed in range(20))
 
 

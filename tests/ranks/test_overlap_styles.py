@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from weft import overlap
-from weft.overlap import ColwiseOverlap, Op, RowwiseOverlap, Shape, tune, tuned, use_tuned
-from weft.overlap.context import context_of
+from weft.overlap import ColwiseOverlap, Op, RowwiseOverlap, Shape, tune, tuning, use_tuned
+from weft.overlap.executor.context import context_of
 
 WIDTH, HEADS, STEPS = 32, 4, 20
 
@@ -193,7 +193,7 @@ def tune_here(path: str) -> str:
     found = [tune(Shape(op, 48, 64, 16), group=group, candidates=2, rounds=2) for op in Op if not op.gathers]
     assert all("measured" in t.plan.reason for t in found)
     if group.rank() == 0:
-        tuned.save(path, found)
+        tuning.save(path, found)
     dist.barrier()
     fresh = dist.new_group([0, 1])
     notes = use_tuned(path, group=fresh)

@@ -18,8 +18,8 @@ from transformers import LlamaForCausalLM
 
 import weft
 from weft.overlap import Op, OverlapPlan, Transport
-from weft.overlap.context import context_of
-from weft.overlap.tiles import Axis
+from weft.overlap.blocks import Axis
+from weft.overlap.executor.context import context_of
 from weft.parallel.training import Noise, drop
 
 MIXED = [19, 7, 30]

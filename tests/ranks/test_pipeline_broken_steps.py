@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft.errors import WeftError
 from weft.pipeline import SCHEDULES, schedule
-from weft.pipeline.api import Pipeline
+from weft.pipeline.run.api import Pipeline
 
 TIMEOUT = 20.0
 MICROBATCHES = 3

@@ -14,11 +14,11 @@ from pipeline_cases import Layer, loss_fn, make_batch, make_layers
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Shard
 
-from weft.comm.rendezvous import store_of
+from weft.comm.tell import store_of
 from weft.errors import PeerMismatch, WeftError
 from weft.pipeline import Edge, schedule
-from weft.pipeline.api import Pipeline
-from weft.pipeline.failure import StageFailed
+from weft.pipeline.run.api import Pipeline
+from weft.pipeline.transport.failure import StageFailed
 
 TIMEOUT = 3.0
 

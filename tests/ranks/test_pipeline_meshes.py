@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from weft.layout import Layout, Mesh, ShardSizes
 from weft.overlap import ColwiseOverlap, RowwiseOverlap
 from weft.pipeline import Edge, StageGraph, schedule
-from weft.pipeline.api import Pipeline
-from weft.pipeline.reference import step_reference
+from weft.pipeline.run.api import Pipeline
+from weft.pipeline.run.reference import step_reference
 from weft.reshard.reference import shard
 
 HIDDEN = 24

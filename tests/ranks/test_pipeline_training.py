@@ -13,12 +13,11 @@ from pipeline_cases import LONG, Layer, gradients, is_same, loss_fn, make_batch,
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from weft import tracing
 from weft.pipeline import Costs, schedule
-from weft.pipeline.api import Pipeline
-from weft.pipeline.models.gpt import GPTConfig, gpt_stage, loss_of_tokens
-from weft.pipeline.models.utransformer import UConfig, loss_of_pixels, u_graph, u_stage
-from weft.pipeline.reference import step_reference
+from weft.pipeline.models import GPTConfig, UConfig, gpt_stage, loss_of_pixels, loss_of_tokens, u_graph, u_stage
+from weft.pipeline.run.api import Pipeline
+from weft.pipeline.run.reference import step_reference
+from weft.timeline import record
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -160,7 +159,7 @@ def look() -> tuple[set[str], list[str], tuple[str, ...]]:
         alone = [Odd(), Odd()]
         for one, other in zip(alone, layers, strict=True):
             one.load_state_dict(other.state_dict())
-        with tracing.trace() as trace:
+        with record.trace() as trace:
             losses = pipe.step(x, target, factor=factor)
         expected = step_reference(alone, x, target, microbatches=4, loss_fn=loss_fn, seed=1, factor=factor)
         assert not pipe.has_last_stage or torch.equal(losses, expected)

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from weft import tracing
 from weft.comm import Group
-from weft.comm.rendezvous import store_of
+from weft.comm.tell import store_of
 from weft.errors import PeerMismatch, WeftError
 from weft.layout import Layout, Mesh, ShardSizes
 from weft.reshard import STRATEGIES, Executor, TensorSpec, plan_tensors
 from weft.reshard.reference import reshard_reference, shard
+from weft.timeline import record
 
 LONG = 60.0
 """A deadline that only a hang reaches."""
@@ -139,7 +139,7 @@ def trace_and_overlap() -> tuple[set[str], int, bool]:
     spec = big_spec()
     sources = shards_of(spec, 0)
     landed: list[int] = []
-    with tracing.trace() as t, Executor(plan_tensors([spec]), group) as executor:
+    with record.trace() as t, Executor(plan_tensors([spec]), group) as executor:
         src = {0: sources[me]} if me in sources else {}
         dst = {0: torch.empty(spec.dst.local_shape(spec.shape, me))} if me in spec.dst.mesh.ranks else {}
         pending = executor.start(src, dst, on_bytes=landed.append)

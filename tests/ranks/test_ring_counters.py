@@ -12,10 +12,10 @@ from torch import nn
 
 from weft.comm import Group
 from weft.layout import Layout, Mesh, Replicate
-from weft.pipeline import rings as pipeline_rings
 from weft.pipeline import schedule
-from weft.pipeline.api import Pipeline
-from weft.pipeline.reference import step_reference
+from weft.pipeline.run.api import Pipeline
+from weft.pipeline.run.reference import step_reference
+from weft.pipeline.transport import channel as pipeline_rings
 from weft.reshard import Executor, TensorSpec, plan_tensors
 from weft.reshard.reference import shard
 

@@ -8,9 +8,7 @@ import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
-from weft import tracing
-from weft.comm import clocks
-from weft.timeline import Timeline
+from weft.timeline import Timeline, clocks, record
 
 RANKS, SKEW, NOBODY = 3, 1000.0, -1
 
@@ -22,11 +20,11 @@ def gather(skewed: int) -> tuple[str, clocks.Offset]:
     rank = dist.get_rank(group)
     if rank == skewed:
         real = time.perf_counter
-        time.perf_counter = tracing.now = lambda: real() + SKEW  # type: ignore[assignment]
+        time.perf_counter = record.now = lambda: real() + SKEW  # type: ignore[assignment]
         clocks._clock_id = lambda: f"clock {rank}"
-    with tracing.trace(name="gathered") as t:
+    with record.trace(name="gathered") as t:
         dist.barrier(group)
-        with tracing.span("other", f"nap of {rank}", lane="main"):
+        with record.span("other", f"nap of {rank}", lane="main"):
             time.sleep(0.05)
     return t.gather(group=group).to_json(), clocks.measure_offset(group=group)
 

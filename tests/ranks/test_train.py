@@ -17,27 +17,27 @@ from harness import run_ranks
 from torch.nn import functional as F
 
 from weft.errors import WeftError
+from weft.jobs.train import StepFigures, TrainJob, train
+from weft.jobs.train.figures import LossLog, read_log
+from weft.jobs.train.job import END, IGNORED, Corpus, cut, documents_of
 from weft.parallel.files.checkpoint import has_checkpoint
 from weft.parallel.files.save import save_model
-from weft.train import Job, StepFigures, train
-from weft.train.figures import LossLog, read_log
-from weft.train.text import END, IGNORED, Text, cut, documents_of
 
-JOB = Job(steps=4, microbatches=2, tokens=96, context=48, lr=3e-3, timeout=15.0)
+JOB = TrainJob(steps=4, microbatches=2, tokens=96, context=48, lr=3e-3, timeout=15.0)
 
 
-def losses_of(job: Job) -> list[float]:
+def losses_of(job: TrainJob) -> list[float]:
     return train(job).losses
 
 
-def losses_without_weft(job: Job) -> list[float]:
+def losses_without_weft(job: TrainJob) -> list[float]:
     """The Hugging Face model in one process, document by document, with torch's own loss."""
     import transformers
 
     torch.manual_seed(job.seed)
     model = transformers.LlamaForCausalLM(job.config())
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
-    text = Text.of(documents_of(()), context=job.context, tokens=job.tokens, seed=job.seed)
+    text = Corpus.of(documents_of(()), context=job.context, tokens=job.tokens, seed=job.seed)
     losses = []
     for step in range(job.steps):
         micros = [text.microbatch(step * job.microbatches + i) for i in range(job.microbatches)]
@@ -68,7 +68,7 @@ def test_losses_do_not_depend_on_how_ranks_are_used(expected: list[float], pp: i
     assert expected[-1] < expected[0] - 0.2
 
 
-def train_until_killed(job: Job, victim: int, after: int) -> tuple[str, str, float]:
+def train_until_killed(job: TrainJob, victim: int, after: int) -> tuple[str, str, float]:
     """How this rank ended when rank `victim` was killed after step `after`."""
     killed_at = 0.0
 
@@ -106,9 +106,9 @@ def test_a_killed_rank_ends_all_and_the_run_resumes_to_the_same_losses(
     assert resumed == undisturbed[2:]  # from the checkpoint of step 2, bit by bit
 
 
-def save_trained(job: Job, folder: str) -> None:
-    from weft.train.mesh import make_mesh
-    from weft.train.model import build
+def save_trained(job: TrainJob, folder: str) -> None:
+    from weft.jobs.train.job import make_mesh
+    from weft.jobs.train.model import build
 
     with build(job, make_mesh((job.pp, job.dp, job.tp), timeout=job.timeout)) as model:
         save_model(model.module, folder)
@@ -127,7 +127,7 @@ def test_a_run_starts_from_files_and_resumes_with_other_ranks(tmp_path: Path, ex
         run_ranks(losses_of, 2, replace(again, resume=False))
 
 
-def resume_in_turns(job: Job, folder: str) -> list[list[float]]:
+def resume_in_turns(job: TrainJob, folder: str) -> list[list[float]]:
     """The learning rate of a resumed job is its own, also where the checkpoint has another one."""
     whole = train(replace(job, steps=4)).losses
     train(replace(job, steps=2, checkpoint=f"{folder}/a"))
@@ -144,7 +144,7 @@ def test_a_resumed_job_has_its_own_learning_rate(tmp_path: Path) -> None:
     assert still[1] != same[1]
 
 
-def train_on_other_texts(job: Job, folder: str) -> str:
+def train_on_other_texts(job: TrainJob, folder: str) -> str:
     """Files of the same name with other contents, on a run that is resumed."""
     file = Path(folder) / "text"
     file.write_bytes(b"one two three\n" * 40)
@@ -162,19 +162,19 @@ def test_texts_are_told_apart_by_what_they_say(tmp_path: Path) -> None:
     run_ranks(train_on_other_texts, 1, JOB, str(tmp_path))
 
 
-def differ(job: Job) -> None:
+def differ(job: TrainJob) -> None:
     with pytest.raises(ValueError, match="seed is 0 on rank 0 and 1 on rank 1; expected one job"):
         train(replace(job, seed=dist.get_rank()))
 
 
-def end_in_nan(job: Job) -> None:
+def end_in_nan(job: TrainJob) -> None:
     """A rate that is far too large: the run ends by name, and what is saved are numbers."""
     with pytest.raises(WeftError, match=r"step \d+ has (loss nan|gradients that are no n\w+), expected numbers"):
         train(replace(job, lr=1e30, every=1, steps=10))
     assert train(replace(job, steps=0, resume=True)).losses == []
 
 
-def report_that_raises(job: Job) -> str:
+def report_that_raises(job: TrainJob) -> str:
     def report(figures: StepFigures) -> None:
         if dist.get_rank() == 1 and figures.step == 2:
             raise ArithmeticError("the reporter fell over")
@@ -191,7 +191,7 @@ def test_ranks_with_different_jobs_and_losses_that_are_no_numbers(tmp_path: Path
         assert "the reporter fell over" in text
 
 
-def two_runs(job: Job) -> None:
+def two_runs(job: TrainJob) -> None:
     """A run that begins while another one of this directory is under way is refused; the first one goes on."""
 
     def report(figures: StepFigures) -> None:
@@ -225,7 +225,7 @@ def test_a_job_that_cannot_run_is_refused(change: dict[str, Any], message: str) 
 
 
 def test_microbatches_are_full_of_whole_documents() -> None:
-    text = Text.of(documents_of(()), context=48, tokens=200, seed=3)
+    text = Corpus.of(documents_of(()), context=48, tokens=200, seed=3)
     one, other = text.microbatch(5), text.microbatch(6)
     assert one.batch.tokens == other.batch.tokens == 200
     assert not torch.equal(one.batch.values, other.batch.values)
@@ -243,7 +243,7 @@ def test_nothing_of_a_document_is_lost() -> None:
     assert b"".join(cut(document, 33)) == document
     assert max(map(len, cut(document, 33))) <= 33
     with pytest.raises(ValueError, match="hold no text"):
-        Text.of([b" \n"], context=8, tokens=8)
+        Corpus.of([b" \n"], context=8, tokens=8)
 
 
 def test_a_log_goes_on_where_a_run_resumes(tmp_path: Path) -> None:

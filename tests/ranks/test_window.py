@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import gc
 import json
 import os
@@ -16,19 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from windows import LONG, all_meet, descriptors, holds_nothing, mappings, world
 
-import weft.comm.window
 from weft.comm import Window
-from weft.comm.rendezvous import store_of
+from weft.comm.tell import store_of
 from weft.comm.window import Segments
 from weft.errors import WeftError
 
 # One process ------------------------------------------------------------------------------------------------
-
-
-def test_examples() -> None:
-    result = doctest.testmod(weft.comm.window)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 @given(st.integers(0, 20000), st.integers(0, 3000), st.integers(1, 5))

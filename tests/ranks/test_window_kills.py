@@ -17,7 +17,7 @@ from harness import run_ranks
 from windows import LONG, holds_nothing, world
 
 from weft.comm import Window
-from weft.comm.rendezvous import store_of
+from weft.comm.tell import store_of
 from weft.errors import PeerTimeout, WeftError
 
 

@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 
 import weft
 import weft.lab
-from weft import bench, doctor
-from weft.bench.harness import Case, Options, measure
-from weft.cli import MOST_LINES, app
+from weft import bench
+from weft.bench.harness import BenchOptions, Case, measure
+from weft.cli import demo, doctor
+from weft.cli.app import MOST_LINES, app
 from weft.errors import LabUnavailable
 from weft.lab.check import CheckResult, Row
-from weft.report import Column, Headline, Report, demo
+from weft.report import Column, Headline, Report
 from weft.timeline import Event, Timeline
 
 runner = CliRunner()
@@ -32,11 +33,11 @@ def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+def toy(monkeypatch: pytest.MonkeyPatch) -> list[BenchOptions]:
     """A benchmark `toy` of the table, really measured; the options of each run."""
-    runs: list[Options] = []
+    runs: list[BenchOptions] = []
 
-    def run(options: Options) -> Report:
+    def run(options: BenchOptions) -> Report:
         runs.append(options)
         case = Case("sum", {"loop": lambda: sum(x for x in range(999)), "sum": lambda: sum(range(999))})
         row = measure(case, rounds=1, max_retries=0).row()
@@ -58,7 +59,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
 
 
 def test_the_program_starts_without_torch() -> None:
-    code = "import sys; import weft.cli; print(sorted({'torch', 'numpy', 'rich.table'} & set(sys.modules)))"
+    code = "import sys; import weft.cli.app; print(sorted({'torch', 'numpy', 'rich.table'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -123,7 +124,7 @@ def test_an_error_is_shown_with_its_remedy_but_not_a_whole_story(
 # -- bench ------------------------------------------------------------------------------
 
 
-def test_bench_lists_what_each_benchmark_measures(toy: list[Options]) -> None:
+def test_bench_lists_what_each_benchmark_measures(toy: list[BenchOptions]) -> None:
     result = runner.invoke(app, ["bench", "--list"])
     assert result.exit_code == 0
     assert [line.split(maxsplit=1) for line in result.stdout.splitlines()][-1] == [
@@ -133,11 +134,11 @@ def test_bench_lists_what_each_benchmark_measures(toy: list[Options]) -> None:
     assert toy == []
 
 
-def test_bench_prints_a_table_and_writes_json_and_a_page(toy: list[Options], tmp_path: Path) -> None:
+def test_bench_prints_a_table_and_writes_json_and_a_page(toy: list[BenchOptions], tmp_path: Path) -> None:
     figures, page = tmp_path / "toy.json", tmp_path / "toy.html"
     result = runner.invoke(app, ["bench", "toy", "--quick", "--json", str(figures), "--html", str(page)])
     assert result.exit_code == 0, result.output
-    assert toy == [Options(quick=True)]
+    assert toy == [BenchOptions(quick=True)]
     assert "loop, ms" in result.stdout
     document = json.loads(figures.read_text())
     assert list(document) == ["benchmark", "machine", "rows", "summary"]
@@ -147,7 +148,7 @@ def test_bench_prints_a_table_and_writes_json_and_a_page(toy: list[Options], tmp
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_bench_refuses_a_place_that_it_cannot_write_before_it_runs(toy: list[Options], tmp_path: Path) -> None:
+def test_bench_refuses_a_place_that_it_cannot_write_before_it_runs(toy: list[BenchOptions], tmp_path: Path) -> None:
     result = runner.invoke(app, ["bench", "toy", "--json", str(tmp_path / "missing" / "toy.json")])
     assert result.exit_code == 2
     assert toy == []
@@ -256,7 +257,7 @@ def test_lab_check_fails_when_a_link_is_off(monkeypatch: pytest.MonkeyPatch, mea
 
 
 def test_the_demo_has_a_row_for_each_headline_and_a_note_for_a_missing_lab(
-    monkeypatch: pytest.MonkeyPatch, toy: list[Options], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, toy: list[BenchOptions], tmp_path: Path
 ) -> None:
     def no_lab() -> list[Headline]:
         raise LabUnavailable("this machine has no namespaces")

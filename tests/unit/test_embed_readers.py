@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.packed.embed.readers import FORMATS, Bad, Text, format_of, read
+from weft.jobs.embed.readers import FORMATS, Bad, TextRecord, format_of, read
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -20,7 +20,7 @@ def records(data, kind, *, column="text", **options):
 
 
 def good(found):
-    return [(r.line, r.text) for r in found if isinstance(r, Text)]
+    return [(r.line, r.text) for r in found if isinstance(r, TextRecord)]
 
 
 def bad(found):

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from test_embed import TEXTS, Counting, expected, texts_file
 
-from weft.packed.embed import writers
-from weft.packed.embed.job import Options, run
-from weft.packed.embed.writers import Writer
+from weft.jobs.embed import writers
+from weft.jobs.embed.job import EmbedOptions, run
+from weft.jobs.embed.writers import EmbeddingWriter
 
 ENDINGS = ["npy", "safetensors", "parquet"]
 
@@ -53,7 +53,7 @@ OTHER = [t.upper() for t in TEXTS]
 
 
 def test_another_standard_input_is_not_taken_for_the_first(tmp_path, monkeypatch):
-    options = Options(None, tmp_path / "out.npy", token_budget=3)
+    options = EmbedOptions(None, tmp_path / "out.npy", token_budget=3)
     read_from(monkeypatch, TEXTS)
     stopped(options)
     for texts in (OTHER, ["abc", "", "dX", *TEXTS[3:]], TEXTS[3:]):
@@ -75,14 +75,14 @@ def test_a_file_is_known_by_what_was_read_of_it(tmp_path):
     """Not by its name, its size or its first bytes: what is not embedded yet may change."""
     long = "x" * 70_000
     texts = [long, "b", "c", "g", "h"]
-    options = Options(texts_file(tmp_path, texts), tmp_path / "out.npy", token_budget=2)
+    options = EmbedOptions(texts_file(tmp_path, texts), tmp_path / "out.npy", token_budget=2)
     stopped(options)
     texts_file(tmp_path, [long, "b", "C", "g", "h"])
     with pytest.raises(ValueError, match=r"first 3 records of the input are not those"):
         run(options, Counting())
     longer = [long, "b", "c", "mended", "h", "and more"]
     moved = texts_file(tmp_path, longer).rename(tmp_path / "moved.txt")
-    run(Options(moved, options.out, token_budget=3), Counting())
+    run(EmbedOptions(moved, options.out, token_budget=3), Counting())
     assert np.array_equal(np.load(options.out), expected(longer))
 
 
@@ -91,10 +91,10 @@ def test_a_bad_record_that_was_mended(tmp_path):
     lines = ['"ab"', '"c"', '{"bad', '"d"']
     source.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=r"line 3 .*; mend it, or pass --errors skip; what is done is kept"):
-        run(Options(source, out, token_budget=1), Counting())
+        run(EmbedOptions(source, out, token_budget=1), Counting())
     lines[2] = '"mended"'
     source.write_text("\n".join(lines))
-    run(Options(source, out, token_budget=1), Counting())
+    run(EmbedOptions(source, out, token_budget=1), Counting())
     assert np.array_equal(np.load(out), expected(["ab", "c", "mended", "d"]))
 
 
@@ -102,13 +102,13 @@ def test_an_input_of_only_bad_records(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.npy"
     for count in (1, 3, 1000):
         source.write_text("{\n" * count)
-        done = run(Options(source, out, skip_bad=True), Counting())
+        done = run(EmbedOptions(source, out, skip_bad=True), Counting())
         assert (done.rows, done.skipped) == (0, count)
         assert np.load(out).shape == (0, 3)
         lines = (tmp_path / "out.npy.skipped").read_text().splitlines()
         assert [json.loads(line)["line"] for line in lines] == list(range(1, count + 1))
     source.write_text("{\n" * 600 + '"ab"\n' + "{\n" * 600)
-    assert run(Options(source, out, skip_bad=True), Counting()).skipped == 1200
+    assert run(EmbedOptions(source, out, skip_bad=True), Counting()).skipped == 1200
     assert np.array_equal(np.load(out), expected(["ab"]))
 
 
@@ -118,17 +118,17 @@ def test_an_input_of_only_bad_records(tmp_path):
 def test_what_differs_is_named(tmp_path):
     source, out = texts_file(tmp_path, TEXTS), tmp_path / "out.npy"
     about = {"model": {"weights": "a", "config": "b"}, "prompt": ""}
-    stopped(Options(source, out, token_budget=3, about=about))
+    stopped(EmbedOptions(source, out, token_budget=3, about=about))
     changes = [
         ({"model": {"weights": "x", "config": "b"}, "prompt": ""}, "model weights"),
         ({"model": {"weights": "a", "config": "x"}, "prompt": "x"}, "model config, prompt"),
     ]
     for changed, named in changes:
         with pytest.raises(ValueError, match=rf"another job: {named} differ"):
-            run(Options(source, out, about=changed), Counting())
+            run(EmbedOptions(source, out, about=changed), Counting())
     with pytest.raises(ValueError, match=r"another job: column differ"):
-        run(Options(source, out, about=about, column="body"), Counting())
-    run(Options(source, out, about=about, token_budget=50), Counting())  # which changes no bit
+        run(EmbedOptions(source, out, about=about, column="body"), Counting())
+    run(EmbedOptions(source, out, about=about, token_budget=50), Counting())  # which changes no bit
     assert np.array_equal(np.load(out), expected(TEXTS))
 
 
@@ -136,31 +136,31 @@ def test_a_job_that_did_nothing_leaves_nothing(tmp_path):
     source, out = tmp_path / "in.csv", tmp_path / "out.npy"
     source.write_text("body\nab\n")
     with pytest.raises(ValueError, match=r"no column 'text'; there are 'body'"):
-        run(Options(source, out), Counting())
+        run(EmbedOptions(source, out), Counting())
     assert [p.name for p in tmp_path.iterdir()] == ["in.csv"]
-    run(Options(source, out, column="body"), Counting())  # and the right one is not taken for another job
+    run(EmbedOptions(source, out, column="body"), Counting())  # and the right one is not taken for another job
     assert np.array_equal(np.load(out), expected(["ab"]))
 
 
 def test_a_file_is_written_by_one_job_at_a_time(tmp_path):
     source, out = texts_file(tmp_path, TEXTS), tmp_path / "out.npy"
-    stopped(Options(source, out, token_budget=3))
-    with Writer(tmp_path / "other.npy", width=3, job={}, resume=True):
+    stopped(EmbedOptions(source, out, token_budget=3))
+    with EmbeddingWriter(tmp_path / "other.npy", width=3, job={}, resume=True):
         pass
     with open(tmp_path / "out.npy.partial", "rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         for resume in (True, False):
             with pytest.raises(ValueError, match=r"another weft embed writes .*out\.npy\.partial"):
-                run(Options(source, out, token_budget=3, resume=resume), Counting())
-    run(Options(source, out, token_budget=3), Counting())
+                run(EmbedOptions(source, out, token_budget=3, resume=resume), Counting())
+    run(EmbedOptions(source, out, token_budget=3), Counting())
     assert np.array_equal(np.load(out), expected(TEXTS))
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_an_earlier_file_stays_until_the_new_one_is_complete(tmp_path, ending):
     out = tmp_path / f"out.{ending}"
-    run(Options(texts_file(tmp_path, ["old"]), out), Counting())
-    options = Options(texts_file(tmp_path, TEXTS), out, token_budget=3)
+    run(EmbedOptions(texts_file(tmp_path, ["old"]), out), Counting())
+    options = EmbedOptions(texts_file(tmp_path, TEXTS), out, token_budget=3)
     stopped(options)
     assert np.array_equal(load(out), expected(["old"]))
     run(options, Counting())
@@ -204,10 +204,10 @@ def test_stopped_at_every_change_of_a_name(tmp_path, ending):
         with pytest.MonkeyPatch.context() as patch:
             calls = stop_at_call(patch, count)
             with suppress(Stop):
-                run(Options(source, out, token_budget=8), Counting())
+                run(EmbedOptions(source, out, token_budget=8), Counting())
             if calls["left"] > 0:
                 break
-        run(Options(source, out, token_budget=8), Counting())
+        run(EmbedOptions(source, out, token_budget=8), Counting())
         assert np.array_equal(load(out), expected(TEXTS)), count
         assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["in.txt", out.name]), count
     assert count > 8
@@ -230,7 +230,7 @@ def test_a_full_disk(tmp_path, ending):
         filler = small / "filler"
         filler.write_bytes(b"\0" * 20_000)
         out = small / f"out.{ending}"
-        options = Options(texts_file(tmp_path, texts), out, token_budget=64)
+        options = EmbedOptions(texts_file(tmp_path, texts), out, token_budget=64)
         with pytest.raises(OSError, match=r"No space left on device; what is done is kept.*out") as raised:
             run(options, Counting())
         assert raised.value.errno == errno.ENOSPC
@@ -256,17 +256,17 @@ def test_outputs_that_cannot_be_written_are_refused_first(tmp_path):
         (tmp_path / "out", "ends in .npy"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Options(source, out).check()
+            EmbedOptions(source, out).check()
     with pytest.raises(FileNotFoundError):
-        Options(tmp_path / "nothing.txt", tmp_path / "out.npy").check()
+        EmbedOptions(tmp_path / "nothing.txt", tmp_path / "out.npy").check()
     with pytest.raises(IsADirectoryError):
-        Options(tmp_path, tmp_path / "out.npy", kind="txt").check()
+        EmbedOptions(tmp_path, tmp_path / "out.npy", kind="txt").check()
     same = tmp_path / "same.parquet"
     same.write_bytes(b"")
     with pytest.raises(ValueError, match="as input and as output"):
-        Options(same, same).check()
+        EmbedOptions(same, same).check()
     with pytest.raises(ValueError, match="the format 'pdf'"):
-        Options(source, tmp_path / "out.npy", kind="pdf")
+        EmbedOptions(source, tmp_path / "out.npy", kind="pdf")
 
 
 def test_memory_is_bounded_where_texts_have_no_tokens(tmp_path):
@@ -278,7 +278,7 @@ def test_memory_is_bounded_where_texts_have_no_tokens(tmp_path):
             return super().embed([[7]] * len(ids))
 
     encoder = Empty()
-    run(Options(texts_file(tmp_path, [""] * 1000), tmp_path / "out.npy", token_budget=64), encoder)
+    run(EmbedOptions(texts_file(tmp_path, [""] * 1000), tmp_path / "out.npy", token_budget=64), encoder)
     assert max(map(len, encoder.batches)) <= 64
 
 
@@ -301,8 +301,8 @@ def models(tmp_path_factory):
 
 
 def test_models_are_told_apart_by_content(tmp_path, models):
-    from weft.packed.embed import Encoder
-    from weft.packed.embed.writers import _changes
+    from weft.jobs.embed import Encoder
+    from weft.jobs.embed.writers import _changes
 
     first = Encoder(models / "a" / "model").identity()
 
@@ -343,7 +343,7 @@ def killed(args, journal, number, rows):
 
 def test_a_command_that_is_stopped(tmp_path, models):
     """SIGKILL, then Ctrl-C; another model of the same name; the same one elsewhere."""
-    from weft.packed.embed import Encoder
+    from weft.jobs.embed import Encoder
 
     count = 6000
     source = texts_file(tmp_path, [f"text {i} " + "ab " * (i % 40) for i in range(count)])
@@ -363,5 +363,5 @@ def test_a_command_that_is_stopped(tmp_path, models):
     assert not out.exists()
     done = embed(*args, shutil.copytree(models / "a" / "model", tmp_path / "moved"), "--token-budget", 4096)
     assert done.returncode == 0, done.stderr
-    run(Options(source, tmp_path / "whole.npy"), Encoder(models / "a" / "model"))
+    run(EmbedOptions(source, tmp_path / "whole.npy"), Encoder(models / "a" / "model"))
     assert np.array_equal(np.load(out), np.load(tmp_path / "whole.npy"))

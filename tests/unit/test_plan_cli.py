@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-import weft.plan_cli
-from weft.cli import app
+from weft.cli.app import app
 from weft.reshard import STRATEGIES, Plan
 
 CASE = ("plan", "reshard", "--shape", "64,64,8", "--src", "2x4:RS0R", "--dst", "2x4:S0RR", "--gbps", "10")
@@ -24,12 +22,6 @@ def refusal(*arguments: str) -> str:
     result = run("plan", "reshard", *arguments)
     assert result.exit_code != 0
     return str(result.exception) + result.output
-
-
-def test_examples() -> None:
-    found = doctest.testmod(weft.plan_cli)
-    assert found.attempted > 0
-    assert found.failed == 0
 
 
 def test_the_printed_plan_parses_back() -> None:

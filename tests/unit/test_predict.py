@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from weft.overlap.plan import Op, OverlapPlan, Transport
 from weft.overlap.predict import partitions, predict
 from weft.scale import GPUS, Gpu, OpPrediction, find_gpu, predict_op
-from weft.scale.gpus import LAUNCH_SECONDS
-from weft.scale.roofline import matmul
-from weft.scale.waves import Case, best_partition, held_seconds
-from weft.scale.wires import declared_curves, ring_rate, wire_bytes, write_rate
+from weft.scale.gpus import LAUNCH_SECONDS, declared_curves, matmul, ring_rate, wire_bytes, write_rate
+from weft.scale.ops import WaveCase, best_partition, held_seconds
 
 # Flux's shapes: the MLP of GPT-3 175B, eight ways.
 ROWS = (64, 512, 1024, 2048, 4096, 8192)
@@ -136,7 +134,7 @@ def test_gpus_that_cannot_map_each_other_use_collectives() -> None:
 @pytest.mark.parametrize("gpu", ["A100", "H800", "A100-PCIe"])
 @pytest.mark.parametrize("transport", list(Transport))
 def test_no_other_partition_into_waves_is_better(op: Op, gpu: str, transport: Transport) -> None:
-    case = Case.each(find_gpu(gpu), op, m=2048, n=8192, k=2048, tp=8, dtype="bfloat16")[0]
+    case = WaveCase.each(find_gpu(gpu), op, m=2048, n=8192, k=2048, tp=8, dtype="bfloat16")[0]
     assert 4 <= case.waves <= 10  # few enough to try them all
     work, curves = case.work(transport), case.curves(transport)
 

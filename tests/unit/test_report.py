@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import math
 import re
@@ -15,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from weft.cli.demo import Demo
+from weft.cli.demo import table as demo_table
 from weft.report import Column, Figure, Headline, Report, Table, timeline_page, timeline_svg
-from weft.report.demo import Demo
-from weft.report.demo import table as demo_table
 from weft.timeline import KINDS, Baseline, Event, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -227,8 +225,3 @@ def test_figures_stand_under_the_tables_of_a_report_and_of_the_demo() -> None:
         assert text.index("</table>") < text.index("<svg")
         assert text.index("predicted</text>") < text.index("measured</text>")
         assert "a note on it" in text
-
-
-@pytest.mark.parametrize("module", ["report.drawing", "report.figure", "report.result", "report.table", "doctor"])
-def test_the_examples_in_the_docstrings_are_right(module: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"weft.{module}")).failed == 0

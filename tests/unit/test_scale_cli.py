@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from weft.cli import app
+from weft.cli.app import app
 from weft.overlap.plan import OverlapPlan
-from weft.scale import Job, compare, find_gpu, find_model, predict_op
+from weft.scale import ScaleJob, compare, find_gpu, find_model, predict_op
 from weft.scale.step import ALL, ideal_seconds
 from weft.timeline import Timeline
 
 PREDICT = ("predict", "--gpu", "H800", "--op", "matmul_reduce_scatter", "--m", "8192", "--n", "12288", "--k", "49152")
 SIMULATE = ("simulate", "--cluster", "4x4", "--model", "gpt3-13b", "--tp", "4", "--pp", "4", "--microbatches", "8")
-SMALL = Job(find_model("gpt3-13b"), find_gpu("A100"), hosts=4, devices=4, tp=4, pp=4, dp=1, microbatches=8)
+SMALL = ScaleJob(find_model("gpt3-13b"), find_gpu("A100"), hosts=4, devices=4, tp=4, pp=4, dp=1, microbatches=8)
 
 
 def run(*arguments: str) -> Result:

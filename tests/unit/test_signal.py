@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import signal
 import threading
 import time
@@ -10,18 +9,9 @@ import time
 import pytest
 import torch
 
-import weft.comm.deadline
-import weft.comm.signal
 from weft import _core
 from weft.comm import Counters
 from weft.errors import PeerTimeout
-
-
-@pytest.mark.parametrize("module", [weft.comm.deadline, weft.comm.signal])
-def test_examples(module) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_values() -> None:

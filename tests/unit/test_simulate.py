@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from weft.pipeline import SCHEDULES, Edge
-from weft.scale import MODELS, Job, Mode, Promise, compare, find_gpu, find_model, simulate_step
-from weft.scale.edges import edge_seconds, gradient_sync_seconds
+from weft.scale import MODELS, Mode, Promise, ScaleJob, compare, find_gpu, find_model, simulate_step
 from weft.scale.job import ALL_PROMISES, Activations
-from weft.scale.layers import Wires, stage_seconds
-from weft.scale.lengths import LENGTHS, Lengths
-from weft.scale.step import ALL, NONE, ideal_seconds
+from weft.scale.models import LENGTHS, Lengths
+from weft.scale.ops import LayerWires, stage_seconds
+from weft.scale.step import ALL, NONE, edge_seconds, gradient_sync_seconds, ideal_seconds
 
-SMALL = Job(find_model("gpt3-13b"), find_gpu("A100"), hosts=4, devices=4, tp=4, pp=4, dp=1, microbatches=8)
+SMALL = ScaleJob(find_model("gpt3-13b"), find_gpu("A100"), hosts=4, devices=4, tp=4, pp=4, dp=1, microbatches=8)
 UNEVEN = {"lengths": LENGTHS["wikipedia"], "sequences": 8, "tokens": 512}
 
 JOBS = {
@@ -55,7 +54,7 @@ def test_a_promise_is_never_slower_and_nothing_beats_the_hardware(name: str) -> 
 def test_one_gpu_alone_computes_and_nothing_else() -> None:
     job = JOBS["one GPU"]
     step = simulate_step(job)
-    own = stage_seconds(job, 0, job.batch(ALL_PROMISES), Wires.OVERLAPPED)
+    own = stage_seconds(job, 0, job.batch(ALL_PROMISES), LayerWires.OVERLAPPED)
     assert step.seconds == pytest.approx(job.microbatches * (own.forward + own.backward))
     assert step.exposed == pytest.approx(0, abs=1e-9)
     assert step.bubble == pytest.approx(0, abs=1e-9)
@@ -180,7 +179,7 @@ def test_models_have_their_parameters(name: str, billions: float) -> None:
 
 
 def test_layers_that_do_not_divide_are_spread() -> None:
-    job = Job(find_model("llama3-405b"), find_gpu("H100"), hosts=8, devices=8, tp=8, pp=8, dp=1)
+    job = ScaleJob(find_model("llama3-405b"), find_gpu("H100"), hosts=8, devices=8, tp=8, pp=8, dp=1)
     assert job.layers == (16,) * 6 + (15,) * 2
     assert simulate_step(replace(job, microbatches=8)).seconds > ideal_seconds(replace(job, microbatches=8))
 
@@ -202,7 +201,7 @@ def test_gains_of_overlap_are_those_of_the_docs(title: str, change: dict[str, ob
     written = [cell.strip() for cell in line.split("|")[2:6]]
     found = []
     for gpu in ("A100", "A100-PCIe", "H100", "H800"):
-        job = Job(find_model("gpt3-175b"), find_gpu(gpu), hosts=16, devices=8, tp=8, pp=8, dp=2)
+        job = ScaleJob(find_model("gpt3-175b"), find_gpu(gpu), hosts=16, devices=8, tp=8, pp=8, dp=2)
         if change:
             job = replace(job, hosts=1, pp=1, dp=1, microbatches=1, **change)
         gain = simulate_step(job, ALL_PROMISES - {Promise.OVERLAP}).seconds / simulate_step(job).seconds
@@ -213,7 +212,7 @@ def test_gains_of_overlap_are_those_of_the_docs(title: str, change: dict[str, ob
 
 
 def test_a_thousand_gpus() -> None:
-    job = Job(find_model("gpt3-175b"), find_gpu("A100"), hosts=128, devices=8, tp=8, pp=16, dp=8, microbatches=32)
+    job = ScaleJob(find_model("gpt3-175b"), find_gpu("A100"), hosts=128, devices=8, tp=8, pp=16, dp=8, microbatches=32)
     found = compare(job)
     assert found[ALL].fits
     assert found[ALL].seconds < found["without overlap"].seconds < 1.3 * found[ALL].seconds

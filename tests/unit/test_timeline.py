@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import math
 
 import pytest
@@ -143,20 +141,3 @@ def test_an_empty_timeline_has_figures_and_a_drawing() -> None:
     assert empty.summary().total.busy == 0.0
     assert "total" in str(empty.summary())
     assert "compute" in empty.text()
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "timeline.intervals",
-        "timeline.activity",
-        "timeline.event",
-        "timeline.summary",
-        "timeline.text",
-        "timeline.value",
-        "tracing",
-    ],
-)
-def test_the_examples_in_the_docstrings_are_right(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"weft.{module}"))
-    assert result.failed == 0

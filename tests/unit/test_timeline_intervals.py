@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.timeline import intervals
+from weft.timeline import events
 
 Cells = set[int]
 bounds = st.integers(0, 40)
@@ -26,7 +26,7 @@ def is_a_set(spans: list[tuple[float, float]]) -> bool:
 
 @given(many)
 def test_union_covers_what_any_interval_covers(spans: list[tuple[float, float]]) -> None:
-    merged = intervals.union(spans)
+    merged = events.union(spans)
     assert is_a_set(merged)
     assert cells(merged) == cells(spans)
     assert all(a[1] < b[0] for a, b in itertools.pairwise(merged)), "touching intervals must merge"
@@ -34,19 +34,19 @@ def test_union_covers_what_any_interval_covers(spans: list[tuple[float, float]])
 
 @given(many, many)
 def test_intersection_and_difference_split_a_set(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> None:
-    left, right = intervals.union(a), intervals.union(b)
-    common, rest = intervals.intersection(left, right), intervals.difference(left, right)
+    left, right = events.union(a), events.union(b)
+    common, rest = events.intersection(left, right), events.difference(left, right)
     assert is_a_set(common)
     assert is_a_set(rest)
     assert cells(common) == cells(a) & cells(b)
     assert cells(rest) == cells(a) - cells(b)
-    assert intervals.length(common) + intervals.length(rest) == intervals.length(left) == len(cells(a))
+    assert events.length(common) + events.length(rest) == events.length(left) == len(cells(a))
 
 
 @given(many)
 def test_rows_never_cover_each_other_and_are_as_few_as_possible(spans: list[tuple[float, float]]) -> None:
     spans = sorted(s for s in spans if s[0] < s[1])
-    placed = intervals.rows(spans)
+    placed = events.rows(spans)
     for row in set(placed):
         own = [s for s, r in zip(spans, placed, strict=True) if r == row]
         assert is_a_set(own)

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from weft import tracing
-from weft.timeline import Baseline, Timeline
+from weft.timeline import Baseline, Timeline, record
 
 
 def test_a_trace_records_spans_and_added_events(tmp_path: Path) -> None:
-    with tracing.trace(name="run") as t:
-        with tracing.span("compute", "matmul", lane="compute", flops=8):
+    with record.trace(name="run") as t:
+        with record.span("compute", "matmul", lane="compute", flops=8):
             pass
-        recorder = tracing.current()
+        recorder = record.current()
         assert recorder is t
         recorder.add("send", "group 0", lane="comm", start=1.0, end=2.0, bytes=4)
     by_name = {e.name: e for e in t.timeline.events}
@@ -34,9 +33,9 @@ def test_a_trace_records_spans_and_added_events(tmp_path: Path) -> None:
 
 
 def test_without_a_trace_nothing_is_recorded_and_nothing_is_built() -> None:
-    assert tracing.current() is None
-    first: AbstractContextManager[None] = tracing.span("compute", "a", lane="x")
-    assert first is tracing.span("send", "b", lane="y"), "off, every span is the same empty one"
+    assert record.current() is None
+    first: AbstractContextManager[None] = record.span("compute", "a", lane="x")
+    assert first is record.span("send", "b", lane="y"), "off, every span is the same empty one"
     with first, first:
         pass
 
@@ -44,21 +43,21 @@ def test_without_a_trace_nothing_is_recorded_and_nothing_is_built() -> None:
 def test_a_trace_ends_with_its_block_also_when_it_raises() -> None:
     with (
         pytest.raises(RuntimeError, match="broken"),
-        tracing.trace() as t,
-        tracing.span("compute", "matmul", lane="compute"),
+        record.trace() as t,
+        record.span("compute", "matmul", lane="compute"),
     ):
         raise RuntimeError("broken")
-    assert tracing.current() is None
+    assert record.current() is None
     assert [e.name for e in t.timeline.events] == ["matmul"]
 
 
 def test_what_an_inner_trace_records_the_outer_one_records_too() -> None:
-    with tracing.trace() as outer:
-        with tracing.span("other", "before", lane="x"):
+    with record.trace() as outer:
+        with record.span("other", "before", lane="x"):
             pass
-        with tracing.trace() as inner, tracing.span("other", "within", lane="x"):
+        with record.trace() as inner, record.span("other", "within", lane="x"):
             pass
-        with tracing.span("other", "after", lane="x"):
+        with record.span("other", "after", lane="x"):
             pass
     assert [e.name for e in inner.timeline.events] == ["within"]
     assert [e.name for e in outer.timeline.events] == ["before", "within", "after"]
@@ -67,13 +66,13 @@ def test_what_an_inner_trace_records_the_outer_one_records_too() -> None:
 def test_threads_add_to_the_recorder_that_they_are_handed() -> None:
     threads, each = 8, 500
 
-    def work(recorder: tracing.Trace, number: int) -> None:
-        assert tracing.current() is None, "a new thread does not inherit the trace; it is handed over"
+    def work(recorder: record.Trace, number: int) -> None:
+        assert record.current() is None, "a new thread does not inherit the trace; it is handed over"
         for i in range(each):
             recorder.add("send", f"{number}.{i}", lane=f"thread {number}", start=float(i), end=i + 1.0)
 
-    with tracing.trace() as outer, tracing.trace() as inner:
-        recorder = tracing.current()
+    with record.trace() as outer, record.trace() as inner:
+        recorder = record.current()
         assert recorder is inner
         workers = [threading.Thread(target=work, args=(recorder, n)) for n in range(threads)]
         for worker in workers:
@@ -88,10 +87,10 @@ def test_threads_add_to_the_recorder_that_they_are_handed() -> None:
 
 def test_a_thread_that_runs_in_a_copy_of_the_context_sees_the_trace() -> None:
     def work() -> None:
-        with tracing.span("recv", "group 1", lane="comm"):
+        with record.span("recv", "group 1", lane="comm"):
             pass
 
-    with tracing.trace() as t:
+    with record.trace() as t:
         worker = threading.Thread(target=contextvars.copy_context().run, args=(work,))
         worker.start()
         worker.join()
@@ -102,7 +101,7 @@ def test_traces_of_two_threads_are_apart() -> None:
     inside, done = threading.Event(), threading.Event()
 
     def other() -> None:
-        with tracing.trace():
+        with record.trace():
             inside.set()
             assert done.wait(30)
 
@@ -110,14 +109,14 @@ def test_traces_of_two_threads_are_apart() -> None:
     worker.start()
     assert inside.wait(30)
     try:
-        assert tracing.current() is None
+        assert record.current() is None
     finally:
         done.set()
         worker.join()
 
 
 def test_an_event_that_comes_late_is_kept() -> None:
-    with tracing.trace() as t:
+    with record.trace() as t:
         pass
     t.add("send", "late", lane="comm", start=0.0, end=1.0)
     assert [e.name for e in t.timeline.events] == ["late"]
@@ -130,7 +129,7 @@ def test_a_call_has_its_own_events_and_the_traces_around_it_too() -> None:
         asked.append(1)
         return Baseline(1.0, 3.0, 2.0, 2.0)
 
-    with tracing.trace() as outer, tracing.trace() as inner:
+    with record.trace() as outer, record.trace() as inner:
         first, unfinished = inner.call("matmul 8 x 8", baseline=baseline), inner.call("other")
         first.add("compute", "tiles", lane="compute", start=0.0, end=1.0)
         unfinished.add("send", "rows", lane="comm", start=0.0, end=1.0)
@@ -145,4 +144,4 @@ def test_a_call_has_its_own_events_and_the_traces_around_it_too() -> None:
         assert (row.what, row.count, row.seconds) == ("matmul 8 x 8", 1, call.seconds)
         table = trace.summary().call_table()
         assert len(table[0]) == len(table[1])
-    assert tracing.Trace().summary().call_table() == []
+    assert record.Trace().summary().call_table() == []

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from weft import _torch, _torch_check, doctor
+from weft import _torch, _torch_check
+from weft.cli import doctor
 
 # ---- they do what they should ----------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ _HOOKS = {"_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks", "_forw
 # What is still elsewhere. To be made shorter, not longer.
 # Two that compare all of a module's insides by name, and styles that torch means to be derived from.
 ALLOWED = {
-    "overlap/linear.py": {"_apply", "_partition_linear_fn"},
+    "overlap/styles.py": {"_apply", "_partition_linear_fn"},
     "packed/models/twin.py": {"_modules", "_parameters", "_buffers"},
     "packed/watch.py": {"_modules", "_parameters", "_buffers", *_HOOKS},
     "parallel/structure.py": {"_modules", "_parameters", "_buffers", *_HOOKS},

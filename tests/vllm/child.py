@@ -55,7 +55,7 @@ def _embeddings(engine: Any) -> list[list[float]]:
 def _start_counting(model: Any) -> None:
     from collections import Counter
 
-    from weft.comm.lean import LeanGroup
+    from weft.comm.host_collectives import LeanGroup
     from weft.kernels import matmul
 
     counts: Counter[str] = Counter()

@@ -38,7 +38,7 @@ for number, code in enumerate(sys.argv[1:]):
 """
 _INSTALL = "from weft.vllm.install import install; install(timeout=5.0)"
 UNCHANGED = "state ['vllm.model_executor.layers.utils', 'vllm', [], []]"
-CHANGED = f"state ['weft.vllm.matmul', 'weft', ['WindowRowParallelLinear'], ['weft {version('weft')}']]"
+CHANGED = f"state ['weft.vllm.layers', 'weft', ['WindowRowParallelLinear'], ['weft {version('weft')}']]"
 CASES = {
     "nothing": ("", UNCHANGED, ""),
     "once": (_INSTALL, CHANGED, ""),

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from weft.vllm import matmul
+from weft.vllm import layers
 
 
 class _Recorder:
@@ -35,10 +35,10 @@ def _layer(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_matrix_is_packed_and_freed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(layers, "multiplies_bfloat16", lambda: False)
     w, x, bias, original = torch.randn(33, 20).to(dtype), torch.randn(5, 20).to(dtype), torch.randn(33), _Recorder()
     layer = _layer(w, bias.to(dtype))
-    matmul.native_dispatch(original)(layer, True)
+    layers.native_dispatch(original)(layer, True)
     assert original.asked == []
     assert layer.weft_left_alone is None
     assert layer.weight.numel() == 0
@@ -59,7 +59,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_others_are_left_alone_with_a_reason(kind: str) -> None:
     make, reason = LEFT[kind]
     layer, original = make(), _Recorder()
-    matmul.native_dispatch(original)(layer, True)
+    layers.native_dispatch(original)(layer, True)
     assert original.asked == [layer]
     assert not hasattr(layer, "cpu_linear")
     assert layer.weight.numel() > 0
@@ -68,16 +68,16 @@ def test_others_are_left_alone_with_a_reason(kind: str) -> None:
 
 
 def test_bfloat16_is_left_alone_where_the_cpu_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: True)
-    assert "oneDNN" in str(matmul.why_not(_layer(torch.ones(4, 4, dtype=torch.bfloat16))))
-    assert matmul.why_not(_layer(torch.ones(4, 4))) is None
+    monkeypatch.setattr(layers, "multiplies_bfloat16", lambda: True)
+    assert "oneDNN" in str(layers.why_not(_layer(torch.ones(4, 4, dtype=torch.bfloat16))))
+    assert layers.why_not(_layer(torch.ones(4, 4))) is None
 
 
 def _embedding() -> VocabParallelEmbedding:
     layer = VocabParallelEmbedding.__new__(VocabParallelEmbedding)  # a real one needs vLLM's groups
     nn.Module.__init__(layer)
     layer.weight = nn.Parameter(torch.randn(8, 4), requires_grad=False)
-    matmul.native_dispatch(_Recorder())(layer, False)
+    layers.native_dispatch(_Recorder())(layer, False)
     return layer
 
 
@@ -109,7 +109,7 @@ def test_a_weight_that_is_kept_is_packed_again_when_it_changed(write: str) -> No
 
 def test_a_weight_that_was_freed_and_is_given_again_is_used() -> None:
     layer, x, other = _layer(torch.randn(8, 4)), torch.randn(3, 4), torch.randn(8, 4)
-    matmul.native_dispatch(_Recorder())(layer, True)
+    layers.native_dispatch(_Recorder())(layer, True)
     layer.weight = nn.Parameter(other, requires_grad=False)
     torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), x @ other.t())
 

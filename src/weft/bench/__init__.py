@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    from weft.bench.harness import Options
+    from weft.bench.harness import BenchOptions
     from weft.report import Headline, Report
 
 # Paths, not modules: they import torch, and the command line must start without it.
@@ -20,7 +20,7 @@ BENCHMARKS = {
     "reshard": "weft.bench.reshard",
     "pipeline": "weft.bench.pipeline",
     "packed": "weft.bench.packed",
-    "end_to_end": "weft.bench.end_to_end",
+    "end_to_end": "weft.bench.end_to_end.run",
 }
 
 
@@ -30,7 +30,7 @@ class Benchmark(Protocol):
     NAME: str
     HELP: str
 
-    def run(self, options: Options) -> Report:
+    def run(self, options: BenchOptions) -> Report:
         """Measures, and returns the rows and the summary."""
 
 

@@ -16,7 +16,7 @@ from threading import Thread
 import torch
 from torch.nn import functional as F
 
-from weft.bench.harness import Case, Measurement, Options, measure, track
+from weft.bench.harness import BenchOptions, Case, Measurement, measure, track
 from weft.comm import Counters
 from weft.kernels import PackedWeight, TileSchedule, Tiling, linear
 from weft.kernels.cpu import fma_loop
@@ -83,7 +83,7 @@ class Result:
         return {**row, **figures, "ratio": self.ratio}
 
 
-def run(options: Options) -> Report:
+def run(options: BenchOptions) -> Report:
     """Every shape, type and number of threads; then the same matmul with and without signals."""
     shapes = QUICK_SHAPES if options.quick else SHAPES
     plan = [(shape, dtype, threads) for dtype in DTYPES for threads in THREADS for shape in shapes]

@@ -8,23 +8,30 @@ says how many.
 In a group of ranks every rank calls `measure` with the same case, and with `agree` set to a function that
 returns the largest of the ranks' values (an all-reduce). Then all of them make the same number of calls, keep
 the same rounds, and report the slowest rank's time. Alone, `agree` is the identity.
+
+`measure` on the ranks of a lab: all make the same calls, the slowest counts, and the result can travel.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+import torch
+import torch.distributed as dist
 from rich import progress
 from rich.console import Console
 
-from weft.bench import noise
+from weft.bench import machine
+from weft.lab import Rank
+from weft.timeline import Timeline, record
 
 FOREIGN_LIMIT = 0.1
 """Cores. A round in which others used more is disturbed."""
@@ -35,7 +42,7 @@ Agree = Callable[[float], float]
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """What the command line asks of every benchmark: `quick` means the fewest rows that fill the summary."""
 
     quick: bool = False
@@ -101,7 +108,7 @@ class Measurement:
 class Meter(Protocol):
     """What reads the CPU use; `noise.Meter` does so on Linux."""
 
-    def sample(self) -> noise.Sample:
+    def sample(self) -> machine.Sample:
         """The readings of now."""
 
 
@@ -148,8 +155,8 @@ def measure(
         raise ValueError(
             f"case {case.name!r} has {len(case.systems)} systems and rounds={rounds}; expected at least one of each"
         )
-    meter = meter or noise.Meter()
-    turn_seconds = max(min_seconds, noise.SHORTEST_SECONDS / len(case.systems))
+    meter = meter or machine.NoiseMeter()
+    turn_seconds = max(min_seconds, machine.SHORTEST_SECONDS / len(case.systems))
     calls = {}
     for name, system in case.systems.items():
         for _ in range(warmup):
@@ -195,7 +202,7 @@ def _round(
         agree(0.0)  # all ranks are here
         start()
         seconds[name] = agree(_time(case.systems[name], count, clock=clock)) / count
-    return Round(seconds, agree(noise.foreign_cores(before, meter.sample())))
+    return Round(seconds, agree(machine.foreign_cores(before, meter.sample())))
 
 
 def _time(system: System, calls: int, *, clock: Callable[[], float]) -> float:
@@ -219,3 +226,52 @@ def track(items: Iterable[T], *, title: str, total: int | None = None) -> Iterab
     """
     console = Console(stderr=True)
     return progress.track(items, title, total=total, console=console, transient=True, disable=not console.is_terminal)
+
+
+# Seconds in which the last rank hears when all begin.
+_GATHERING = 0.03
+
+
+class _Still:
+    """A meter that reads nothing: one rank meters for all."""
+
+    def sample(self) -> machine.Sample:
+        return machine.Sample(time.perf_counter(), 0.0, 0.0)
+
+
+def slowest(value: float) -> float:
+    """The largest value of all ranks."""
+    largest = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def start_together() -> None:
+    """Returns on all ranks at the same moment: the lab's hosts are on one machine, and read one clock.
+
+    A barrier alone lets 16 ranks go over some 15 ms, one after the other.
+    """
+    begin = slowest(record.now()) + _GATHERING
+    time.sleep(max(0.0, begin - record.now()))
+
+
+def measure_ranks(case: Case, rank: Rank, rounds: int, *, agree: Agree = slowest, warmup: int = 1) -> Measurement:
+    """`measure` on every rank of a lab, with half as many retries as rounds; systems come back as names only."""
+    # The ranks are children of the lab's process: its descendants are our own, not noise.
+    meter = machine.NoiseMeter(root=os.getppid()) if rank.rank == 0 else _Still()
+    found = measure(
+        case, rounds=rounds, meter=meter, agree=agree, start=start_together, warmup=warmup, max_retries=rounds // 2
+    )
+    return replace(found, case=replace(case, systems=dict.fromkeys(case.systems, _nothing)))
+
+
+def traced(call: System, rank: Rank) -> Timeline:
+    """One call on all ranks, on one clock."""
+    start_together()
+    with record.trace() as trace:
+        call()
+    return Timeline(trace.gather(group=rank.group).events, name="measured")
+
+
+def _nothing() -> None:
+    """Stands for a system whose function has stayed on its rank."""

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.comm.group import Group, Transfer
-    from weft.comm.hosts import host_id, hosts_of
     from weft.comm.signal import Counters
-    from weft.comm.window import Window
+    from weft.comm.window import Window, host_id, hosts_of
     from weft.errors import PeerLost
 
 __all__ = ["Counters", "Group", "PeerLost", "Transfer", "Window", "host_id", "hosts_of"]
@@ -27,8 +26,8 @@ _HOMES = {
     "PeerLost": "weft.errors",
     "Transfer": "weft.comm.group",
     "Window": "weft.comm.window",
-    "host_id": "weft.comm.hosts",
-    "hosts_of": "weft.comm.hosts",
+    "host_id": "weft.comm.window",
+    "hosts_of": "weft.comm.window",
 }
 
 

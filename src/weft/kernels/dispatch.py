@@ -2,6 +2,8 @@
 
 Everything above calls `kernels_for(tensor)` and nothing else, so no op asks on which device it is. An implementation
 is loaded when it is first needed: a CPU-only machine needs no Triton.
+
+Whether a call may go past torch's dispatcher, which costs as much as a small matmul.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft._torch import constant_in_compile
+from weft._torch import constant_in_compile, is_transformed
 
 NATIVE, TRITON = "native", "triton"
 
@@ -31,7 +33,7 @@ _TABLE: dict[tuple[str, torch.dtype], str] = {
 }
 
 _MODULES = {
-    NATIVE: ("weft.kernels.cpu", "weft.kernels.cpu_rows", "weft.kernels.cpu_attention"),
+    NATIVE: ("weft.kernels.cpu", "weft.kernels.cpu", "weft.kernels.cpu_attention"),
     TRITON: ("weft.kernels.triton",),
 }
 
@@ -150,3 +152,24 @@ def _unsupported(device: str, dtype: torch.dtype) -> str:
         return f"weft has kernels for {' and '.join(devices)}, got a tensor on {device}; move it with .cpu()"
     types = dtypes_on(device).replace(" or ", " and ")
     return f"weft computes in {types} on {device}, got {dtype}; convert with .float() or .bfloat16()"
+
+
+_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether the dispatcher has nothing to add.
+
+    It has when someone compiles, traces, counts (a dispatch mode), transforms (vmap, jvp) or differentiates, for
+    subclasses of Tensor, and for lazily negated views.
+
+    >>> is_plain(torch.ones(2)), is_plain(torch.ones(2, requires_grad=True))
+    (True, False)
+    """
+    if torch.compiler.is_compiling() or is_transformed():
+        return False
+    grad = torch.is_grad_enabled()
+    for t in tensors:
+        if t is not None and (type(t) not in _TYPES or (grad and t.requires_grad) or t.is_neg()):
+            return False
+    return True

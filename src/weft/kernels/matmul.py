@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels import cpu
-from weft.kernels.dispatch import kernels_for, layout_on
+from weft.kernels.dispatch import is_plain, kernels_for, layout_on
 from weft.kernels.freshness import Stamp
-from weft.kernels.plain import is_plain
 from weft.kernels.tiles import Ready, Rows, TileOutput, TileSchedule
 
 

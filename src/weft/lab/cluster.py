@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 from weft.comm.deadline import LAB_RUN, LAB_START
 from weft.errors import LONGEST_SECONDS, LabUnavailable, PeerTimeout, RankFailed
-from weft.lab import launch, network
-from weft.lab.outcome import Run, failure
-from weft.lab.spec import Job, Refusal, Spec
+from weft.lab import linux, network
+from weft.lab.spec import LabJob, LabRun, Refusal, Spec, failure
 
 T = TypeVar("T")
 
@@ -102,7 +101,7 @@ class Cluster:
         """
         if not 0 < timeout <= LONGEST_SECONDS:
             raise ValueError(f"timeout is {timeout!r}; expected seconds, above 0 and up to {LONGEST_SECONDS:g}")
-        job = _job(fn, args, Run(_name(fn), self.spec.devices, timeout))
+        job = _job(fn, args, LabRun(_name(fn), self.spec.devices, timeout))
         if self._control is None:
             raise RuntimeError(f"{self} is not open; use it as `with Cluster(...) as cluster: cluster.run(...)`")
         try:
@@ -139,7 +138,7 @@ class Cluster:
         main = f"from weft.lab.zygote import main; main({theirs.fileno()}, {os.getpid()})"
         with theirs:
             self._guard = subprocess.Popen(
-                launch.python(main, f"weft-lab-{self.spec.name}"),
+                linux.python(main, f"weft-lab-{self.spec.name}"),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the caller, which then closes the lab
@@ -148,7 +147,7 @@ class Cluster:
         if isinstance(answer, Refusal):
             raise LabUnavailable(answer.text) if answer.unavailable else RankFailed(f"{self}: {answer.text}")
 
-    def _ask(self, question: Spec | Job, seconds: float, what: str) -> Any:
+    def _ask(self, question: Spec | LabJob, seconds: float, what: str) -> Any:
         assert self._control is not None
         try:
             self._control.send(question)
@@ -176,7 +175,7 @@ def _name(fn: object) -> str:
     return str(getattr(fn, "__qualname__", repr(fn)))
 
 
-def _job(fn: Callable[..., object], args: tuple[object, ...], run: Run) -> Job:
+def _job(fn: Callable[..., object], args: tuple[object, ...], run: LabRun) -> LabJob:
     if not callable(fn):
         raise ValueError(f"fn is {fn!r}; expected a function that takes a Rank")
     preparation = spawn.get_preparation_data("weft-lab")
@@ -197,4 +196,4 @@ def _job(fn: Callable[..., object], args: tuple[object, ...], run: Run) -> Job:
             "the top level of a module, and arguments that pickle. Move the function there, and pass as "
             "arguments what it takes from around it"
         ) from error
-    return Job(payload, module, preparation, run)
+    return LabJob(payload, module, preparation, run)

@@ -9,6 +9,8 @@ the kernel removes every namespace, link and queue when the lab's processes are 
 The fabric loses nothing, like one with credits: what may be under way on a connection is bounded by its
 receive window, and the queues hold that. (Rejected: short queues that drop. An incast then waits 200 ms for
 TCP's shortest retransmission timer, and no two runs are alike.)
+
+Whether this machine can make a lab with rate-limited links, and if not, why and what to do about it.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ def address(host: int) -> str:
 
 
 @dataclass(frozen=True)
-class Step:
+class NetworkStep:
     """Lines for one `ip -batch` or `tc -batch`, or settings for /proc/sys/net, in one namespace."""
 
     host: int  # -1 is the switch
@@ -92,7 +94,7 @@ class Step:
         return "\n".join(f"{where}: {self.tool} {line}" for line in self.lines)
 
 
-def plan_network(gbps: float, namespaces: Sequence[str]) -> tuple[Step, ...]:
+def plan_network(gbps: float, namespaces: Sequence[str]) -> tuple[NetworkStep, ...]:
     """The steps that wire hosts to one switch; `namespaces` has the path of each host's network namespace.
 
     >>> print(plan_network(1.0, ["/proc/self/fd/5"])[1])
@@ -109,15 +111,15 @@ def plan_network(gbps: float, namespaces: Sequence[str]) -> tuple[Step, ...]:
         links.append(f"link add name port{host} {size} type veth peer name eth0 {size} netns {namespace}")
         links.append(f"link set port{host} master switch up")
     steps = [
-        Step(_SWITCH, "sysctl", _QUIET),
-        Step(_SWITCH, "ip", tuple(links)),
-        Step(_SWITCH, "tc", tuple(_bucket(f"port{host}", wire) for host in hosts)),
+        NetworkStep(_SWITCH, "sysctl", _QUIET),
+        NetworkStep(_SWITCH, "ip", tuple(links)),
+        NetworkStep(_SWITCH, "tc", tuple(_bucket(f"port{host}", wire) for host in hosts)),
     ]
     for host in hosts:
         up = ("link set lo up", f"address add {address(host)}/24 dev eth0", "link set eth0 up")
-        steps.append(Step(host, "sysctl", _QUIET + _tcp(wire)))
-        steps.append(Step(host, "ip", up))
-        steps.append(Step(host, "tc", (_bucket("eth0", wire),)))
+        steps.append(NetworkStep(host, "sysctl", _QUIET + _tcp(wire)))
+        steps.append(NetworkStep(host, "ip", up))
+        steps.append(NetworkStep(host, "tc", (_bucket("eth0", wire),)))
     return tuple(steps)
 
 
@@ -200,7 +202,7 @@ def _build(hosts: int, gbps: float) -> tuple[int, ...]:
     return tuple(namespaces)
 
 
-def _apply(step: Step, *, pass_fds: Sequence[int]) -> None:
+def _apply(step: NetworkStep, *, pass_fds: Sequence[int]) -> None:
     if step.tool == "sysctl":
         _write_settings(step)
         return
@@ -215,7 +217,7 @@ def _apply(step: Step, *, pass_fds: Sequence[int]) -> None:
         )
 
 
-def _write_settings(step: Step) -> None:
+def _write_settings(step: NetworkStep) -> None:
     for line in step.lines:
         name, value = line.split(" ", 1)
         setting = Path("/proc/sys/net", name)
@@ -228,3 +230,30 @@ def _write_settings(step: Step) -> None:
                 f"could not set net/{name} to {value!r} ({error}); a lab needs Linux 4.15 or newer, and "
                 "/proc/sys writable. Use such a machine, or pass gbps=None for plain loopback."
             ) from error
+
+
+def namespaces_available() -> tuple[bool, str]:
+    """(True, what works) or (False, what is missing and the remedy).
+
+    It makes a real lab's namespaces and links for one host in a process of its own (without torch, in a
+    fraction of a second); the kernel takes them away with that process.
+    """
+    try:
+        tools = [find_tool(name) for name in ("ip", "tc")]
+    except LabUnavailable as error:
+        return False, str(error)
+    probe = linux.python("from weft.lab.network import probe; sys.exit(probe())", "weft-lab-probe")
+    done = subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        return False, (done.stdout or done.stderr).strip()
+    return True, f"namespaces, links and rate limits work, with {' and '.join(tools)}"
+
+
+def probe() -> int:
+    """Tries it in this process, which must end afterwards: 0, or prints the reason and is 1."""
+    try:
+        enter(hosts=1, gbps=1.0)
+    except LabUnavailable as error:
+        print(error)
+        return 1
+    return 0

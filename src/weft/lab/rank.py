@@ -16,8 +16,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from weft.lab import linux, network
-from weft.lab.outcome import Ending, How
-from weft.lab.spec import Job, Spec
+from weft.lab.spec import Ending, How, LabJob, Spec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,7 +67,7 @@ class Seat:
     stacks: int
 
 
-def rank_main(spec: Spec, job: Job, seat: Seat, zygote: int) -> None:
+def rank_main(spec: Spec, job: LabJob, seat: Seat, zygote: int) -> None:
     """The whole life of a rank's process; it never returns."""
     atexit._clear()  # what the zygote registered is the zygote's
     linux.die_with_parent(zygote)
@@ -89,7 +88,7 @@ def rank_main(spec: Spec, job: Job, seat: Seat, zygote: int) -> None:
     os._exit(0)
 
 
-def _run(spec: Spec, job: Job, seat: Seat) -> Ending:
+def _run(spec: Spec, job: LabJob, seat: Seat) -> Ending:
     try:
         _take_seat(seat)
         function, args = pickle.loads(job.payload)

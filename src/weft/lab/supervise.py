@@ -17,9 +17,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from weft.lab import linux, network
-from weft.lab.outcome import Ending, How
 from weft.lab.rank import STACKS_SIGNAL, Seat, rank_main
-from weft.lab.spec import Job, Spec
+from weft.lab.spec import Ending, How, LabJob, Spec
 
 GRACE = 2.0
 """Seconds that ranks have to raise by themselves after another's failure, and to exit after the end."""
@@ -63,7 +62,7 @@ class _Process:
         self.reports.close()
 
 
-def run_job(spec: Spec, job: Job, namespaces: Sequence[int], control: Connection) -> list[Ending]:
+def run_job(spec: Spec, job: LabJob, namespaces: Sequence[int], control: Connection) -> list[Ending]:
     """The endings of all ranks, by rank. Raises CallerGone when `control` closes meanwhile."""
     start = time.monotonic()
     memories = _make_memories(spec)
@@ -114,7 +113,7 @@ def _listen(namespaces: Sequence[int]) -> socket.socket:
 
 
 def _fork(
-    spec: Spec, job: Job, seat: Seat, ours: Connection, not_theirs: list[Connection], store: socket.socket
+    spec: Spec, job: LabJob, seat: Seat, ours: Connection, not_theirs: list[Connection], store: socket.socket
 ) -> _Process:
     sys.stdout.flush()  # or the rank would print it once more
     zygote = os.getpid()

@@ -22,8 +22,7 @@ from multiprocessing.connection import Connection
 
 from weft.errors import LabUnavailable
 from weft.lab import linux, network
-from weft.lab.outcome import Ending
-from weft.lab.spec import Job, Refusal, Spec
+from weft.lab.spec import Ending, LabJob, Refusal, Spec
 from weft.lab.supervise import CallerGone, run_job
 
 
@@ -71,7 +70,7 @@ def _serve(control: Connection) -> None:
         return
     control.send(None)
     while True:
-        job: Job = control.recv()
+        job: LabJob = control.recv()
         answer: list[Ending] | Refusal
         try:
             _find_function(job)
@@ -96,7 +95,7 @@ def _import_once() -> None:
     gc.freeze()  # a collection in a rank does not touch, and so does not copy, what all of them share
 
 
-def _find_function(job: Job) -> None:
+def _find_function(job: LabJob) -> None:
     """Does what multiprocessing does in a spawned child, so that the ranks can unpickle the function."""
     current = process.current_process()
     current._inheriting = True  # type: ignore[attr-defined]  # lets `Cluster` refuse to start from here

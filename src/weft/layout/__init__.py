@@ -5,18 +5,21 @@ a tensor, with torch's own placements: `Shard(dim)` cuts a *dim* by the rule of 
 cuts it into the sizes that are given, `Replicate()` copies, `Partial()` leaves terms that are still to be
 summed. Several axes may cut one dim, one after the other.
 
+layout  `Layout`, and the papers' notation of it
+mesh    `Mesh`, and `DeclaredCluster`: the hosts and the rates of their network cards, as values
+
 The papers write a layout by dims instead: `S0RR` is dim 0 cut along axis 0; `RS01R` is dim 1 cut along axis 0,
 and each part along axis 1. We add `P1` at the end for terms along axis 1: `S0RP1`.
 """
 
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from weft.layout.ints import Ints, format_ints, parse_ints
-from weft.layout.mesh import Mesh, check_hosts, check_ranks
-from weft.layout.value import Box, Layout, ShardSizes
+from weft.layout.layout import Box, Layout, ShardSizes
+from weft.layout.mesh import DeclaredCluster, Ints, Mesh, check_hosts, check_ranks, format_ints, parse_ints
 
 __all__ = [
     "Box",
+    "DeclaredCluster",
     "Ints",
     "Layout",
     "Mesh",

@@ -1,4 +1,9 @@
-"""`Mesh`: ranks in an array, and the host of each."""
+"""Whole numbers: arrays of them, and lists of them as short text.
+
+`Mesh`: ranks in an array, and the host of each.
+
+What the machines are: hosts and the rates of their network cards, as declared values.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,46 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.layout.ints import Ints, format_ints, parse_ints
+Ints = NDArray[np.int64]
+
+
+def format_ints(values: Iterable[int]) -> str:
+    """Whole numbers, with runs and repeats written short; `parse_ints` reads it.
+
+    >>> format_ints([0, 1, 2, 3, 7, 7, 7, 5])
+    '0-3,7*3,5'
+    """
+    runs: list[list[int]] = []  # first value, step (0 or 1), count
+    for value in values:
+        run = runs[-1] if runs else None
+        if run and run[2] == 1 and value - run[0] in (0, 1):
+            run[1:] = [value - run[0], 2]
+        elif run and run[2] > 1 and value == run[0] + run[1] * run[2]:
+            run[2] += 1
+        else:
+            runs.append([value, 1, 1])
+    return ",".join(_run_text(*run) for run in runs)
+
+
+def _run_text(first: int, step: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}" if step else f"{first}*{count}"
+
+
+def parse_ints(text: str) -> tuple[int, ...]:
+    """The numbers that `format_ints` wrote.
+
+    >>> parse_ints("0-3,7*3,5")
+    (0, 1, 2, 3, 7, 7, 7, 5)
+    """
+    values: list[int] = []
+    for part in text.split(",") if text else []:
+        if "*" in part:
+            value, count = part.split("*")
+            values += [int(value)] * int(count)
+        else:
+            first, _, last = part.partition("-")
+            values += range(int(first), int(last or first) + 1)
+    return tuple(values)
 
 
 @dataclass(frozen=True)
@@ -123,3 +167,68 @@ def check_hosts(meshes: Iterable[Mesh], real: Mapping[int, int]) -> None:
 
 def _flat(array: NDArray[Any]) -> tuple[int, ...]:
     return tuple(int(x) for x in array.reshape(-1))
+
+
+@dataclass(frozen=True)
+class DeclaredCluster:
+    """Hosts, each behind one full-duplex network card that its devices share.
+
+    gbps:    payload rate of each host's card in Gbit/s, the same in and out at once
+    latency: seconds from the start of a message to its first byte on the other side
+
+    >>> DeclaredCluster.uniform(4, gbps=10.0).rate(0)
+    1250000000.0
+    """
+
+    gbps: tuple[float, ...]
+    latency: float = 100e-6
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gbps", tuple(float(rate) for rate in self.gbps))
+        if not self.gbps or not all(math.isfinite(rate) and rate > 0 for rate in self.gbps):
+            raise ValueError(f"gbps is {self.gbps}, expected one finite rate above 0 for each host")
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise ValueError(f"latency is {self.latency}, expected seconds, finite and 0 or more")
+
+    @classmethod
+    def uniform(cls, hosts: int, *, gbps: float, latency: float = 100e-6) -> DeclaredCluster:
+        """`hosts` equal hosts."""
+        return cls((gbps,) * hosts, latency)
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts; they count from 0."""
+        return len(self.gbps)
+
+    @cached_property
+    def rates(self) -> NDArray[np.float64]:
+        """The card of each host in bytes/s."""
+        return np.array(self.gbps) * 1e9 / 8
+
+    def rate(self, host: int) -> float:
+        """The card of a host in bytes/s."""
+        return float(self.rates[host])
+
+    def __str__(self) -> str:
+        values = sorted(set(self.gbps))
+        kinds = format_ints(values.index(rate) for rate in self.gbps)
+        rates = ",".join(f"{rate!r}" for rate in values)
+        return f"{self.hosts} hosts at {rates} Gbit/s, cards {kinds}, latency {self.latency!r} s"
+
+    @classmethod
+    def parse(cls, text: str) -> DeclaredCluster:
+        """The cluster that prints as `text`.
+
+        >>> cluster = DeclaredCluster((1.0, 2.5, 1.0))
+        >>> DeclaredCluster.parse(str(cluster)) == cluster
+        True
+        """
+        try:
+            body, latency = text.removesuffix(" s").split(", latency ")
+            head, cards = body.split(" Gbit/s, cards ")
+            rates = [float(rate) for rate in head.split(" hosts at ")[1].split(",")]
+            return cls(tuple(rates[card] for card in parse_ints(cards)), float(latency))
+        except (ValueError, IndexError) as error:
+            raise ValueError(
+                f"got the cluster {text!r}, expected one such as {str(cls((1.0, 1.0)))!r} ({error})"
+            ) from error

@@ -1,12 +1,18 @@
 """Matmuls that communicate while they compute."""
 
-from weft.comm.priority import keep_gloo_priority
-from weft.overlap.curves import Curve, Curves
-from weft.overlap.functional import all_gather_matmul, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
-from weft.overlap.linear import ColwiseOverlap, RowwiseOverlap
+from weft.comm.group import keep_gloo_priority
+from weft.overlap.api import (
+    all_gather_matmul,
+    curves_of,
+    matmul_all_reduce,
+    matmul_all_to_all,
+    matmul_reduce_scatter,
+    plan_overlap,
+)
 from weft.overlap.plan import Op, OverlapPlan, Transport
-from weft.overlap.planning import curves_of, plan_overlap
-from weft.overlap.tune import Shape, tune, use_tuned
+from weft.overlap.predict import Curve, Curves
+from weft.overlap.styles import ColwiseOverlap, RowwiseOverlap
+from weft.overlap.tuning import Shape, tune, use_tuned
 
 __all__ = [
     "ColwiseOverlap",

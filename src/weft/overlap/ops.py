@@ -1,28 +1,53 @@
-"""The custom ops: what torch's dispatcher, autograd and compiler see. `functional.py` is what users call.
+"""Ops whose gradients have no gradients: better an error that says so than a silent part of the truth.
+
+The custom ops: what torch's dispatcher, autograd and compiler see. `functional.py` is what users call.
 
 Those of all-to-all are in `ops_all_to_all.py`, that of a replicated input in `ops_replicated.py`.
 
 A group travels by its name, as in torch's functional collectives. A weight is `w`, dense, or `packed`, with the dense
 one beside it when a gradient is wanted. Each backward is an op of its own, so that it overlaps when compiled too. The
 `run_` functions are the same without torch's dispatcher, which has nothing to add where no gradient is wanted.
+
+The custom ops of `matmul_all_to_all`; see `ops.py`.
+
+A column-parallel matmul whose input all ranks hold: nothing to gather, but its gradient is a sum over ranks.
+
+replicated_matmul   x [M, K] the same on all ranks, w_r [N_r, K], b_r [N_r]   -> y_r [M, N_r]
+    forward   y_r = x w_r^T + b_r
+    dgrad     dx = all_reduce(dy_r w_r)                              a matmul_all_reduce
+    wgrad     dw_r = dy_r^T x,  db_r = sum of rows of dy_r           while dx travels
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from weft._torch import group_by_name
+from weft._torch import group_by_name, op_name
 from weft.kernels import PackedWeight
 from weft.kernels.matmul import product
-from weft.overlap import calls
-from weft.overlap.autocast import without_autocast
-from weft.overlap.context import Context, context_by_name
-from weft.overlap.executors import executor_for
-from weft.overlap.once import refuse_second_order
+from weft.overlap.blocks import chunk_bounds
+from weft.overlap.executor import calls
+from weft.overlap.executor.calls import executor_for
+from weft.overlap.executor.context import Context, context_by_name
+from weft.overlap.executor.resources import pack
 from weft.overlap.plan import Op
-from weft.overlap.tiles import chunk_bounds
-from weft.overlap.weights import pack
+from weft.overlap.torch_modes import cast_inputs, without_autocast
+
+
+def refuse_second_order(op: Any) -> None:
+    """Makes a backward op say what is missing when someone asks for the gradient of a gradient."""
+
+    def refuse(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(
+            f"gradients of gradients through {op_name(op)} are not defined; leave out create_graph=True, or keep the "
+            "overlapped op out of what is differentiated twice"
+        )
+
+    op.register_autograd(refuse)
 
 
 def packed_weight(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> PackedWeight:
@@ -232,3 +257,127 @@ matmul_reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 
 for _op in (all_gather_matmul_backward, matmul_reduce_scatter_backward, matmul_all_reduce_backward):
     refuse_second_order(_op)
+
+
+@without_autocast
+def run_matmul_all_to_all(
+    x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None, destinations: Tensor,
+    rows: int, n: int, isa: str, group_name: str, plan: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    context = context_by_name(group_name)
+    weight = packed_weight(context, w, packed, n, x.shape[1], isa)
+    if context.size == 1:
+        return calls.alone(x, weight, bias), torch.tensor([[x.shape[0]]])
+    executor = executor_for(x)
+    y, counts = executor.matmul_scatter_rows(context, x, weight, destinations, bias=bias, plan=plan)
+    if rows >= 0 and y.shape[0] != rows:
+        raise ValueError(f"rows={rows} rows were promised to rank {context.rank}, but {y.shape[0]} came")
+    return y, counts
+
+
+matmul_all_to_all = torch.library.custom_op("weft::matmul_all_to_all", run_matmul_all_to_all, mutates_args=())
+
+
+@matmul_all_to_all.register_fake
+def _(x, w, packed, bias, destinations, rows, n, isa, group_name, plan):  # type: ignore[no-untyped-def]
+    size = group_by_name(group_name).size()
+    if rows < 0:
+        rows = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(rows, n), torch.empty(size, size, dtype=torch.int64)
+
+
+@torch.library.custom_op("weft::matmul_all_to_all_backward", mutates_args=())
+@without_autocast
+def matmul_all_to_all_backward(
+    dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, destinations: Tensor, counts: Tensor,
+    isa: str, group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dz = the rows of dy, back on the ranks that they came from; dx = dz w, dw = dz^T x, db = sum of dz."""
+    context = context_by_name(group_name)
+    weight = transposed_weight(context, w, packed, dy.shape[1], x.shape[1], isa)
+    if context.size == 1:
+        return calls.alone(dy, weight, None), product(dy.t(), x.t()), dy.sum(0)
+    sorted_dx, dz = executor_for(dy).gather_rows_matmul(context, dy, weight, counts)
+    order = torch.argsort(destinations, stable=True)
+    dx = torch.empty_like(x)
+    dx[order] = sorted_dx
+    return dx, product(dz.t(), x[order].t()), dz.sum(0)
+
+
+@matmul_all_to_all_backward.register_fake
+def _(dy, x, w, packed, destinations, counts, isa, group_name):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), dy.new_empty(dy.shape[1], x.shape[1]), dy.new_empty(dy.shape[1])
+
+
+def _all_to_all_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, w, packed, _, destinations, _, _, ctx.isa, ctx.group_name, _ = inputs
+    ctx.save_for_backward(x, w, packed, destinations, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _all_to_all_backward(ctx, dy: Tensor, _):  # type: ignore[no-untyped-def]
+    needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
+    dx, dw, db = matmul_all_to_all_backward(dy, *ctx.saved_tensors, ctx.isa, ctx.group_name)
+    return dx if needs_x else None, dw if needs_w else None, None, db if needs_bias else None, *(None,) * 6
+
+
+matmul_all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_setup)
+refuse_second_order(matmul_all_to_all_backward)
+
+
+@cast_inputs
+def replicated_matmul(
+    x: Tensor, w: Tensor | PackedWeight, *, group: ProcessGroup, bias: Tensor | None = None
+) -> Tensor:
+    """y_r = x w_r^T + bias_r: x [M, K], w_r [N_r, K], bias_r [N_r] -> [M, N_r]."""
+    weight, packed, isa = (w.checked_source(), w.data, w.isa) if isinstance(w, PackedWeight) else (w, None, "")
+    n = w.n if isinstance(w, PackedWeight) else w.shape[0]
+    y: Tensor = replicated(x, weight, packed, bias, n, isa, group.group_name)
+    return y
+
+
+@torch.library.custom_op("weft::replicated_matmul", mutates_args=())
+@without_autocast
+def replicated(
+    x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None, n: int, isa: str, group_name: str
+) -> Tensor:
+    return calls.alone(x, packed_weight(context_by_name(group_name), w, packed, n, x.shape[1], isa), bias)
+
+
+@replicated.register_fake
+def _(x, w, packed, bias, n, isa, group_name):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], n)
+
+
+@torch.library.custom_op("weft::replicated_matmul_backward", mutates_args=())
+@without_autocast
+def replicated_backward(
+    dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None,
+    isa: str, group_name: str, needs_x: bool, needs_w: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return column_gradients(Op.ALL_REDUCE, dy, x, w, packed, isa, group_name, needs_x, needs_w)
+
+
+@replicated_backward.register_fake
+def _(dy, x, w, packed, isa, group_name, needs_x, needs_w):  # type: ignore[no-untyped-def]
+    k = x.shape[1]
+    return dy.new_empty(x.shape[0] if needs_x else 0, k), dy.new_empty(dy.shape[1] if needs_w else 0, k)
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, w, packed, _, _, ctx.isa, ctx.group_name = inputs
+    ctx.save_for_backward(x, w, packed)
+
+
+def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+    x, w, packed = ctx.saved_tensors
+    needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
+    dx = dw = None
+    if needs_x or needs_w:
+        dx, dw = replicated_backward(dy, x, w, packed, ctx.isa, ctx.group_name, needs_x, needs_w)
+    db = dy.sum(0) if needs_bias else None
+    return dx if needs_x else None, dw if needs_w else None, None, db, None, None, None
+
+
+replicated.register_autograd(_backward, setup_context=_setup)
+refuse_second_order(replicated_backward)

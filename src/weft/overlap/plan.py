@@ -13,11 +13,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from weft.kernels.tiles import Tiling
-from weft.overlap.tiles import Axis, Cut, chunk_bounds, cut_cols, cut_rows, rows_by_destination
-from weft.overlap.topology import Topology
+from weft.overlap.blocks import Axis, Cut, Topology, chunk_bounds, cut_cols, cut_rows, rows_by_destination
 
 if TYPE_CHECKING:
-    from weft.overlap.curves import Curves
+    from weft.overlap.predict import Curves
     from weft.timeline import Timeline
 
 

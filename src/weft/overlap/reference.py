@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft.overlap.tiles import chunk_bounds
+from weft.overlap.blocks import chunk_bounds
 
 
 def _apply(function: Any, *args: object) -> Tensor:

@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from weft.overlap import incoming, lower_outgoing
-from weft.overlap.curves import Curves
-from weft.overlap.incoming import Arrival, Incoming
-from weft.overlap.outgoing import Counts, Outgoing, Send, Space, View
+from weft.overlap.blocks import chunk_bounds
 from weft.overlap.plan import Op, OverlapPlan
-from weft.overlap.tiles import chunk_bounds
-from weft.overlap.work import item_bytes, row_seconds
+from weft.overlap.predict import Curves, item_bytes, row_seconds
+from weft.overlap.programs import incoming, outgoing
+from weft.overlap.programs.incoming import Incoming, RowArrival
+from weft.overlap.programs.outgoing import Counts, Outgoing, SendBlock, Space, View
 from weft.timeline import Event, Kind, Timeline
 
 Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class Action:
+class SimulatedAction:
     """One thing that a lane does: when all `needs` are known, for `seconds`, after which `gives` are.
 
     `message` is (sending rank, receiving rank, bytes) for what takes the cards instead of the lane.
@@ -50,7 +49,7 @@ class _World:
     owed: dict[int, float] = field(default_factory=dict)  # CPU that messages took from each rank's matmul
     events: list[Event] = field(default_factory=list)
 
-    def start_of(self, lane: str, action: Action) -> float | None:
+    def start_of(self, lane: str, action: SimulatedAction) -> float | None:
         """When the action can start; None when something that it needs is not known yet."""
         times = [self.known.get(need) for need in action.needs]
         if any(time is None for time in times):
@@ -61,7 +60,7 @@ class _World:
         # Whose card is free first goes first, or one rank would hand over all its messages before the next.
         return max(start, self.busy.get(f"card {self.plan.hosts[action.message[0]]} out", 0.0))
 
-    def do(self, rank: int, lane: str, action: Action, start: float) -> None:
+    def do(self, rank: int, lane: str, action: SimulatedAction, start: float) -> None:
         """The action happens."""
         end = start + action.seconds
         if action.message is not None:
@@ -96,12 +95,12 @@ def simulate(plan: OverlapPlan, curves: Curves, counts: Counts | None = None) ->
     if counts is None and plan.op in (Op.ALL_TO_ALL, Op.GATHER_BACK):
         bounds = chunk_bounds(plan.m, plan.size)
         counts = (tuple(bounds[r + 1] - bounds[r] for r in range(plan.size)),) * plan.size
-    lanes: dict[tuple[int, str], list[Action]] = {}
+    lanes: dict[tuple[int, str], list[SimulatedAction]] = {}
     for rank in range(plan.size):
         if plan.op.gathers:
             made = _incoming(plan, incoming.lower(plan, rank, counts), curves)
         else:
-            made = _outgoing(plan, lower_outgoing.lower(plan, rank, counts), curves)
+            made = _outgoing(plan, outgoing.lower(plan, rank, counts), curves)
         lanes |= {(rank, f"rank {rank}/{name}"): actions for name, actions in made.items()}
     world = _World(plan, curves)
     while any(lanes.values()):
@@ -118,44 +117,48 @@ def simulate(plan: OverlapPlan, curves: Curves, counts: Counts | None = None) ->
     return Timeline(world.events, name=f"predicted: {plan.op.value} {plan.m} x {plan.n} x {plan.k}")
 
 
-def _outgoing(plan: OverlapPlan, program: Outgoing, curves: Curves) -> dict[str, list[Action]]:
+def _outgoing(plan: OverlapPlan, program: Outgoing, curves: Curves) -> dict[str, list[SimulatedAction]]:
     rank, item = program.rank, item_bytes(plan.dtype)
     per_element = row_seconds(plan, curves) / max(1, plan.n)
     compute = [
-        Action(f"block {i}", "compute", (), ((Space.PART, rank, i),), per_element * b.rows * b.cols)
+        SimulatedAction(f"block {i}", "compute", (), ((Space.PART, rank, i),), per_element * b.rows * b.cols)
         for i, b in ((i, program.cut.blocks[i]) for i in program.order)
     ]
-    compute.append(Action("end of the matmul", "other", (), (("computed", rank),)))
+    compute.append(SimulatedAction("end of the matmul", "other", (), (("computed", rank),)))
     after = (("computed", rank),) if plan.sequential else ()
     late = () if program.early and not plan.sequential else (("computed", rank),)
-    send: list[Action] = []
+    send: list[SimulatedAction] = []
     for s in program.sends:
         needs = (*after, *(_key(v, rank) for v in s.parts))
         if len(s.parts) > 1:
             seconds = len(s.parts) * s.elements * item / curves.add_bytes
-            send.append(Action(f"sum of block {s.block}", "other", needs, ((Space.SUM, rank, s.block),), seconds))
+            send.append(
+                SimulatedAction(f"sum of block {s.block}", "other", needs, ((Space.SUM, rank, s.block),), seconds)
+            )
         send.append(_message(s, rank, needs, item))
-    comm: list[Action] = []
+    comm: list[SimulatedAction] = []
     for f in program.finishes:
         needs = (*late, *(_key(v, rank) for term in f.terms for v in term))
         elements = f.box.rows * f.box.cols
         seconds = sum(len(term) for term in f.terms) * elements * item / curves.add_bytes
         done = ("finished", rank, f.box)
         gives = (done,) if f.result is None else (done, (Space.RESULT, rank, f.result.need))
-        comm.append(Action(f"sum of rows {f.box.m0} to {f.box.m1}", "other", needs, gives, seconds))
+        comm.append(SimulatedAction(f"sum of rows {f.box.m0} to {f.box.m1}", "other", needs, gives, seconds))
         for peer, tag in f.forward:
             arrival = (("message", rank, peer, tag),)
             nbytes = float(elements * item)
-            comm.append(Action(f"result to rank {peer}", "send", (done,), arrival, message=(rank, peer, nbytes)))
+            comm.append(
+                SimulatedAction(f"result to rank {peer}", "send", (done,), arrival, message=(rank, peer, nbytes))
+            )
     rename: dict[Key, Key] = {
         (Space.INBOX, rank, i): ("message", e.peer, rank, e.tag) for i, e in enumerate(program.expects)
     }
     return {"compute": compute, "send": send, "comm": [_renamed(a, rename) for a in comm]}
 
 
-def _renamed(action: Action, rename: dict[Key, Key]) -> Action:
+def _renamed(action: SimulatedAction, rename: dict[Key, Key]) -> SimulatedAction:
     needs = tuple(rename.get(need, need) for need in action.needs)
-    return Action(action.name, action.kind, needs, action.gives, action.seconds, action.message)
+    return SimulatedAction(action.name, action.kind, needs, action.gives, action.seconds, action.message)
 
 
 def _key(view: View, rank: int) -> Key:
@@ -163,9 +166,9 @@ def _key(view: View, rank: int) -> Key:
     return (view.space, rank if view.space is Space.INBOX else view.rank, view.need)
 
 
-def _message(send: Send, rank: int, needs: tuple[Key, ...], item: int) -> Action:
+def _message(send: SendBlock, rank: int, needs: tuple[Key, ...], item: int) -> SimulatedAction:
     gives = (("message", rank, send.peer, send.tag),)
-    return Action(
+    return SimulatedAction(
         f"block {send.block} to rank {send.peer}",
         "send",
         needs,
@@ -174,10 +177,10 @@ def _message(send: Send, rank: int, needs: tuple[Key, ...], item: int) -> Action
     )
 
 
-def _incoming(plan: OverlapPlan, program: Incoming, curves: Curves) -> dict[str, list[Action]]:
+def _incoming(plan: OverlapPlan, program: Incoming, curves: Curves) -> dict[str, list[SimulatedAction]]:
     rank, row_bytes = program.rank, plan.k * item_bytes(plan.dtype)
     send = [
-        Action(
+        SimulatedAction(
             f"rows {s.start} to {s.end} to rank {s.peer}",
             "send",
             (),
@@ -189,30 +192,32 @@ def _incoming(plan: OverlapPlan, program: Incoming, curves: Curves) -> dict[str,
     comm = []
     for o in program.offers:
         seconds = (o.end - o.start) * row_bytes / curves.add_bytes
-        comm.append(Action(f"rows {o.start} to {o.end} to the window", "other", (), tuple(_told(o.tell)), seconds))
+        comm.append(
+            SimulatedAction(f"rows {o.start} to {o.end} to the window", "other", (), tuple(_told(o.tell)), seconds)
+        )
     for e in program.expects:
         needs = (("message", e.peer, rank, e.tag),)
-        comm.append(Action(f"rows {e.m0} to {e.m1} from rank {e.peer}", "recv", needs, tuple(_told(e.tell))))
+        comm.append(SimulatedAction(f"rows {e.m0} to {e.m1} from rank {e.peer}", "recv", needs, tuple(_told(e.tell))))
     return {"compute": _tile_rows(plan, program, curves), "send": send, "comm": comm}
 
 
-def _told(arrivals: Iterable[Arrival]) -> Iterable[Key]:
+def _told(arrivals: Iterable[RowArrival]) -> Iterable[Key]:
     return (("rows", a.rank, a.m0, a.m1) for a in arrivals)
 
 
-def _tile_rows(plan: OverlapPlan, program: Incoming, curves: Curves) -> list[Action]:
+def _tile_rows(plan: OverlapPlan, program: Incoming, curves: Curves) -> list[SimulatedAction]:
     """One action for each run of tile rows that wait for the same chunks."""
     tiling, rank = program.tiling, program.rank
     arrivals = [a for a in program.arrivals if a.rank == rank]
     everything = tuple(_told(arrivals))
-    actions: list[Action] = []
+    actions: list[SimulatedAction] = []
     for row in program.tile_rows:
         m0, m1 = row * tiling.tile_m, min((row + 1) * tiling.tile_m, tiling.m)
         needs = everything if plan.sequential else tuple(_told(a for a in arrivals if a.m0 < m1 and m0 < a.m1))
         seconds = row_seconds(plan, curves) * (m1 - m0)
         if actions and actions[-1].needs == needs:
             before = actions.pop()
-            actions.append(Action(before.name, "compute", needs, (), before.seconds + seconds))
+            actions.append(SimulatedAction(before.name, "compute", needs, (), before.seconds + seconds))
         else:
-            actions.append(Action(f"rows from {m0} on", "compute", needs, (), seconds))
+            actions.append(SimulatedAction(f"rows from {m0} on", "compute", needs, (), seconds))
     return actions

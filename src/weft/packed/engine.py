@@ -10,9 +10,8 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from weft.kernels.dispatch import kernels_for
+from weft.kernels.dispatch import is_plain, kernels_for
 from weft.kernels.freshness import Stamp
-from weft.kernels.plain import is_plain
 from weft.packed import spec, training
 from weft.packed.call import Inputs, Kept
 from weft.packed.fit import check_model

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from weft._torch import without_compile
 from weft.comm.deadline import timeout_of
-from weft.overlap.context import context_of
+from weft.overlap.executor.context import context_of
 from weft.packed.engine import AttentionDropout
 from weft.packed.models import FAMILIES
 from weft.packed.models.base import Family

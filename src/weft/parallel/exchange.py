@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft import tracing
 from weft.comm.tags import Mark
 from weft.comm.tell import swap_tensors
-from weft.overlap.context import Context, context_of
-from weft.overlap.sums import add_terms
-from weft.overlap.tiles import chunk_bounds
-from weft.overlap.topology import nested
+from weft.overlap.blocks import chunk_bounds, nested
+from weft.overlap.executor.context import Context, context_of
+from weft.overlap.executor.outgoing import add_terms
+from weft.timeline import record
 
 _WHOLE_BYTES = 1 << 16  # up to here every rank adds up everything: one message instead of two
 
@@ -46,7 +45,7 @@ def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence
             context.meet(call, what)
             nbytes = sum(t.nbytes for r, t in enumerate(incoming) if r != rank)
             tag = context.line.mark(Mark.EXCHANGE)
-            with tracing.span("recv", what, lane="comm", bytes=nbytes):
+            with record.span("recv", what, lane="comm", bytes=nbytes):
                 swap_tensors(context.group, outgoing, incoming, tag=tag, deadline=call.deadline, what=what)
 
 

@@ -7,19 +7,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from weft.pipeline.action import Action, Kind
-from weft.pipeline.costs import Costs, Transfers
-from weft.pipeline.graph import Edge, StageGraph, chain
-from weft.pipeline.lower import lower
-from weft.pipeline.lowered import Direction, Lowered, Receive, Send, Transfer
-from weft.pipeline.schedule import Schedule
-from weft.pipeline.schedules import SCHEDULES, schedule
-from weft.pipeline.simulate import Simulation, simulate
-from weft.pipeline.validate import validate
+from weft.pipeline.predict.costs import Costs, Transfers
+from weft.pipeline.predict.lower import lower
+from weft.pipeline.predict.lowered import Direction, Lowered, Receive, Send, TensorTransfer
+from weft.pipeline.predict.simulate import Simulation, simulate
+from weft.pipeline.schedules.generators import SCHEDULES, schedule
+from weft.pipeline.schedules.graph import Edge, StageGraph, chain
+from weft.pipeline.schedules.schedule import Action, Kind, Schedule
+from weft.pipeline.schedules.text import validate
 
 if TYPE_CHECKING:
-    from weft.pipeline.api import Evaluation, Pipeline
-    from weft.pipeline.failure import StageFailed
+    from weft.pipeline.run.api import Evaluation, Pipeline
+    from weft.pipeline.transport.failure import StageFailed
 
 __all__ = [
     "SCHEDULES",
@@ -37,7 +36,7 @@ __all__ = [
     "Simulation",
     "StageFailed",
     "StageGraph",
-    "Transfer",
+    "TensorTransfer",
     "Transfers",
     "chain",
     "lower",
@@ -48,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    home = {"Evaluation": "api", "Pipeline": "api", "StageFailed": "failure"}
+    home = {"Evaluation": "run.api", "Pipeline": "run.api", "StageFailed": "transport.failure"}
     if name not in home:
         raise AttributeError(f"weft.pipeline has no {name!r}; its names are {', '.join(__all__)}")
     value = getattr(import_module(f"weft.pipeline.{home[name]}"), name)

@@ -1,7 +1,6 @@
 """What people look at: tables for terminals, and pages that open from disk without a network."""
 
-from weft.report.drawing import timeline_page, timeline_svg
-from weft.report.figure import Figure
+from weft.report.drawing import Figure, timeline_page, timeline_svg
 from weft.report.result import Headline, Report
 from weft.report.table import Column, Table
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from html import escape
 
 from weft.pipeline import Direction, Kind, Simulation
-from weft.report.drawing import SCRIPT
-from weft.report.page import page
+from weft.report.drawing import SCRIPT, page
 from weft.report.table import Table
 from weft.timeline.text import format_seconds, tick_step, time_unit
 

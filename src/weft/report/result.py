@@ -6,9 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.report.drawing import SCRIPT
-from weft.report.figure import Figure
-from weft.report.page import page
+from weft.report.drawing import SCRIPT, Figure, page
 from weft.report.table import Column, Row, Table
 
 

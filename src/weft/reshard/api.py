@@ -18,13 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft._torch import leave_to_python
-from weft.cluster import Cluster
 from weft.comm import Group
-from weft.layout import Mesh
-from weft.reshard.arguments import Arguments
-from weft.reshard.autograd import differentiate
-from weft.reshard.execute import DEFAULT_STAGING
-from weft.reshard.job import Handle, Options
+from weft.layout import DeclaredCluster, Mesh
+from weft.reshard.arguments import Arguments, differentiate
+from weft.reshard.executor.executor import DEFAULT_STAGING
+from weft.reshard.executor.job import Handle, TransferOptions
 from weft.reshard.sides import Source
 
 _NAME = "tensor"
@@ -39,7 +37,7 @@ def reshard(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     group: ProcessGroup | Group | None = None,
-    cluster: Cluster | None = None,
+    cluster: DeclaredCluster | None = None,
     strategy: str = "optimal",
     chunk_bytes: int | None = None,
     max_staging_bytes: int = DEFAULT_STAGING,
@@ -65,7 +63,7 @@ def reshard(
         given.add_source(_NAME, tensor, src)
     with given.noting():
         given.add_target(_NAME, (dst_mesh, dst_placements), out, dtype=dtype, only_floating=False, cast=False)
-    options = Options(cluster, strategy, chunk_bytes, max_staging_bytes)
+    options = TransferOptions(cluster, strategy, chunk_bytes, max_staging_bytes)
     job, way = given.job("reshard", options, differentiable=True)
     source = tensor.to_local() if way is not None and isinstance(tensor, DTensor) else tensor
 
@@ -86,7 +84,7 @@ def reshard_state_dict(
     cast: bool = False,
     progress: bool = False,
     group: ProcessGroup | Group | None = None,
-    cluster: Cluster | None = None,
+    cluster: DeclaredCluster | None = None,
     strategy: str = "optimal",
     chunk_bytes: int | None = None,
     max_staging_bytes: int = DEFAULT_STAGING,
@@ -116,7 +114,7 @@ def reshard_state_dict(
             raise ValueError(f"out has {strange[:5]}, which dst has not, expected names of dst")
         for name, where in (dst or {}).items():
             given.add_target(name, where, (out or {}).get(name), dtype=dtype, only_floating=True, cast=cast)
-    options = Options(cluster, strategy, chunk_bytes, max_staging_bytes)
+    options = TransferOptions(cluster, strategy, chunk_bytes, max_staging_bytes)
     job, _ = given.job("reshard_state_dict", options, differentiable=False)
     mine = {spec.name for spec in job.specs if job.rank in spec.dst.mesh.ranks}
 

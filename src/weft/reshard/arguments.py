@@ -1,4 +1,9 @@
-"""What a rank gives to a reshard: gathered and checked first, so that a problem of one rank is told to all.
+"""The gradient of a reshard: a reshard back.
+
+forward    x: src layout -> y: dst layout
+backward   dy: dst layout -> dx: src layout, with Replicate where x was Partial (each term's gradient is dy)
+
+What a rank gives to a reshard: gathered and checked first, so that a problem of one rank is told to all.
 
 Nothing here may raise before the ranks have met: a rank that left earlier would keep the others waiting, and its next
 call would meet their last one. So whatever is wrong is kept as the rank's `problem` until then.
@@ -6,9 +11,9 @@ call would meet their last one. So whatever is wrong is kept as the rank's `prob
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,17 +22,96 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from weft.comm import Group
 from weft.comm.deadline import RESHARD, Deadline
 from weft.comm.tags import Line, turn
 from weft.layout import Layout, Mesh, check_ranks
-from weft.reshard.autograd import WayBack
 from weft.reshard.describe import Word, exchange
-from weft.reshard.dtensor import layout_of, layout_of_dtensor, to_dtensor
-from weft.reshard.job import Job, Options
-from weft.reshard.memory import check_apart, check_mode, check_source, check_target, find_ties, memory_of
+from weft.reshard.executor.job import TransferJob, TransferOptions
 from weft.reshard.sides import Source, Target
+from weft.reshard.tensors import (
+    check_apart,
+    check_mode,
+    check_source,
+    check_target,
+    find_ties,
+    layout_of,
+    layout_of_dtensor,
+    memory_of,
+    to_dtensor,
+)
+from weft.reshard.units import TensorSpec
+
+
+@dataclass(frozen=True)
+class WayBack:
+    """What the backward pass needs to know of a move. Not the move itself: that holds the result, which holds this.
+
+    number: which call it was, so that ranks which go back in different orders notice
+    """
+
+    comm: Group
+    spec: TensorSpec
+    options: TransferOptions
+    rank: int
+    device: torch.device
+    number: int
+
+
+def differentiate(way: WayBack, source: Tensor | None, move: Callable[[], Tensor]) -> Tensor:
+    """What `move` returns, as part of the graph on every rank.
+
+    A rank that has nothing of the source still takes part in the backward pass: an empty tensor that
+    requires a gradient ties it to the graph.
+    """
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
+    result: Tensor = _Move.apply(source, anchor, way, move)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gradient_spec(spec: TensorSpec) -> TensorSpec:
+    """The way back of a tensor.
+
+    >>> from weft.layout import Mesh
+    >>> a = Layout(Mesh.grid(1, 2), [Replicate(), Partial()])
+    >>> b = Layout(Mesh.grid(1, 2), [Replicate(), Replicate()])
+    >>> gradient_spec(TensorSpec("x", (4,), torch.float32, a, b, torch.float32)).dst.notation(1)
+    'R'
+    """
+    whole = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.src.placements)
+    back = Layout(spec.src.mesh, whole, spec.src.order)
+    return replace(spec, src=spec.dst, dst=back, dtype=spec.dst_dtype, dst_dtype=spec.dtype)
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor | None, anchor: Tensor, way: WayBack, move: Callable[[], Tensor]) -> Tensor:
+        ctx.way = way
+        ctx.nothing = None if source is None else source.new_zeros(source.shape if source.numel() == 0 else 0)
+        return move()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        way: WayBack = ctx.way
+        spec = gradient_spec(way.spec)
+        shard = {spec.name: memory_of(grad).contiguous()} if way.rank in spec.src.mesh.ranks else {}
+        note = f"gradient of reshard {way.number}"
+        job = TransferJob(way.comm, [spec], shard, {}, way.options, device=way.device, note=note)
+        back = job.run()[spec.name]
+        if way.spec.src.reduce_op == "avg":
+            back = back / spec_terms(way.spec)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        # A rank that has nothing of the source may have got it from a reshard, whose backward pass it has to join.
+        return back if way.rank in spec.dst.mesh.ranks else ctx.nothing, None, None, None
+
+
+def spec_terms(spec: TensorSpec) -> int:
+    """How many terms a Partial source has."""
+    return int(spec.src.holders(len(spec.shape)).shape[1])
 
 
 @dataclass
@@ -154,7 +238,7 @@ class Arguments:
         check_ranks(mesh.mesh.reshape(-1).tolist(), self.hosts)
         return self.hosts
 
-    def job(self, asked: str, options: Options, *, differentiable: bool) -> tuple[Job, WayBack | None]:
+    def job(self, asked: str, options: TransferOptions, *, differentiable: bool) -> tuple[TransferJob, WayBack | None]:
         """The move of all tensors, and the way back if it is to be differentiated, once all ranks have met."""
         records = torch.is_grad_enabled()
         word = Word(f"{asked}: {options}", self.sources, self.targets, recording=records, writes=bool(self.outs))
@@ -170,12 +254,14 @@ class Arguments:
         with turn(self.comm.pg, Line.RESHARD.title, Deadline.after(self.comm.timeout)):
             known = exchange(self.comm, self.ranks, word)
             note, written = f"{asked} {known.number}", list(self.outs.values())
-            job = Job(self.comm, known.specs, shards, outs, options, device=self.device, note=note, written=written)
+            job = TransferJob(
+                self.comm, known.specs, shards, outs, options, device=self.device, note=note, written=written
+            )
         if not known.differentiable:
             return job, None
         return job, WayBack(self.comm, known.specs[0], options, self.rank, self.device, known.number)
 
-    def wrap(self, shards: Mapping[str, Tensor], job: Job) -> dict[str, Tensor]:
+    def wrap(self, shards: Mapping[str, Tensor], job: TransferJob) -> dict[str, Tensor]:
         """Results as the user is to have them: his own tensors where he gave some, DTensors on a DeviceMesh."""
         result: dict[str, Tensor] = dict(shards)
         for spec in job.specs:

@@ -16,11 +16,11 @@ import torch
 
 from weft.comm import Group
 from weft.comm.deadline import Deadline
-from weft.comm.rendezvous import Meeting
+from weft.comm.tell import Meeting
 from weft.errors import PeerMismatch
 from weft.layout import Layout
-from weft.reshard.memory import Tie
 from weft.reshard.sides import Side, Source, Target, parse_side, read_source, read_target, side_text
+from weft.reshard.tensors import Tie
 from weft.reshard.terms import LINEAR
 from weft.reshard.units import TensorSpec
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.reshard.script import RECEIVES_AHEAD, SENDS_AHEAD
+from weft.reshard.executor.script import RECEIVES_AHEAD, SENDS_AHEAD
 from weft.timeline import Event, Timeline
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Simulation:
+class ReshardSimulation:
     """When each hop of a plan starts and ends, in seconds."""
 
     start: Floats
@@ -54,7 +54,7 @@ class Simulation:
         return Timeline(events, name=f"{plan.strategy}, predicted")
 
 
-def simulate(plan: Plan) -> Simulation:
+def simulate(plan: Plan) -> ReshardSimulation:
     """Runs the plan's hops on its cluster; an AssertionError names the hops that would wait for ever."""
     return _Run(plan).run()
 
@@ -112,7 +112,7 @@ class _Run:
             self.receives.setdefault(b, _Queue(RECEIVES_AHEAD)).hops.append(h)
             brought[chunk, b] = h
 
-    def run(self) -> Simulation:
+    def run(self) -> ReshardSimulation:
         for queue in (*self.sends.values(), *self.receives.values()):
             self._post(queue.advance(self.done))
         while not self.done.all():
@@ -126,7 +126,7 @@ class _Run:
             for pair, h in moving.items():
                 if self.left[h] <= _DONE:
                     self._finish(pair, h)
-        return Simulation(self.start, self.end + self.plan.cluster.latency * (self.end > 0))
+        return ReshardSimulation(self.start, self.end + self.plan.cluster.latency * (self.end > 0))
 
     def _post(self, hops: list[int]) -> None:
         for h in hops:

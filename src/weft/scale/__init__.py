@@ -5,7 +5,7 @@ same step without each promise. The planners and simulators are those that run o
 """
 
 from weft.scale.gpus import GPUS, Gpu, find_gpu
-from weft.scale.job import Job, Mode, Promise
+from weft.scale.job import Mode, Promise, ScaleJob
 from weft.scale.models import MODELS, Model, find_model
 from weft.scale.ops import OpPrediction, predict_op
 from weft.scale.step import Step, compare, simulate_step
@@ -14,11 +14,11 @@ __all__ = [
     "GPUS",
     "MODELS",
     "Gpu",
-    "Job",
     "Mode",
     "Model",
     "OpPrediction",
     "Promise",
+    "ScaleJob",
     "Step",
     "compare",
     "find_gpu",

@@ -7,10 +7,9 @@ from enum import Enum
 from functools import cached_property, lru_cache
 
 from weft.pipeline import SCHEDULES, Schedule, schedule
-from weft.pipeline.schedules import INTERLEAVED
+from weft.pipeline.schedules.generators import INTERLEAVED
 from weft.scale.gpus import Gpu
-from weft.scale.lengths import LENGTHS, Lengths
-from weft.scale.models import Model
+from weft.scale.models import LENGTHS, Lengths, Model
 
 
 class Mode(str, Enum):
@@ -49,7 +48,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Job:
+class ScaleJob:
     """A model on hosts x devices GPUs, tp x pp x dp ways parallel; ranks count along tp first, then dp, then pp.
 
     schedule:     of the pipeline

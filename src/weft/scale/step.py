@@ -1,17 +1,115 @@
-"""A whole step on a declared cluster: layers, edges, pipeline and gradients put together."""
+"""What goes between stages, and between replicas: seconds, from the reshard planner and the declared cards.
+
+Bytes on each GPU: weights and what training keeps beside them, activations, caches.
+
+A whole step on a declared cluster: layers, edges, pipeline and gradients put together.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+import torch
+
+from weft.layout import DeclaredCluster, Layout, Mesh, Replicate, Shard
 from weft.pipeline import Costs, Edge, Schedule, Simulation, Transfers, chain
-from weft.pipeline.lower import decide
-from weft.scale.edges import cards_of, edge_seconds, gradient_sync_seconds
-from weft.scale.job import ALL_PROMISES, Batch, Job, Promise
-from weft.scale.layers import Seconds, Wires, stage_seconds
-from weft.scale.memory import peak_bytes, stage_parameters
+from weft.pipeline.predict.lower import decide
+from weft.reshard.planner import plan_reshard
+from weft.scale.gpus import ITEM_BYTES
+from weft.scale.job import ALL_PROMISES, Activations, Batch, Mode, Promise, ScaleJob
+from weft.scale.ops import LayerWires, Seconds, stage_seconds
 from weft.timeline import Event, Timeline
+
+# A message between hosts: one step of NCCL's plain protocol over a network.
+_NETWORK_LATENCY = 9.6e-6
+
+
+def edge_seconds(job: ScaleJob, tokens: int, promises: frozenset[Promise]) -> dict[Edge, float]:
+    """Seconds of each edge's activations for one micro-batch of all replicas that share a host.
+
+    Without the promise of reshard every GPU gets its box for itself, from one sender.
+    """
+    strategy = "optimal" if Promise.RESHARD in promises else "send_recv"
+    sharded = job.activations is Activations.SHARDED
+    across = 0.0
+    if any(job.host_of(e.source) != job.host_of(e.target) for e in chain(job.stages).edges):
+        shape = (tokens * job.neighbours, job.model.hidden)
+        across = _plan_seconds(shape, job.dtype, job.neighbours, job.tp, sharded, job.host_gbps, strategy)
+    inside = tokens * job.model.hidden * ITEM_BYTES[job.dtype] / (job.tp if sharded else 1) / job.gpu.link
+    return {
+        edge: inside if job.host_of(edge.source) == job.host_of(edge.target) else across
+        for edge in chain(job.stages).edges
+    }
+
+
+@lru_cache(maxsize=256)
+def _plan_seconds(
+    shape: tuple[int, int], dtype: str, replicas: int, tp: int, sharded: bool, gbps: float, strategy: str
+) -> float:
+    """One stage's mesh to the next one's, on the next host. All such edges are alike."""
+    size = replicas * tp
+    placements = (Shard(0), Shard(0) if sharded else Replicate())
+
+    def layout(host: int) -> Layout:
+        ranks = [[host * size + replica * tp + rank for rank in range(tp)] for replica in range(replicas)]
+        return Layout(Mesh.of(ranks, hosts=[[host] * tp] * replicas, axes=("dp", "tp")), placements)
+
+    cluster = DeclaredCluster.uniform(2, gbps=gbps, latency=_NETWORK_LATENCY)
+    kind = getattr(torch, dtype)
+    return plan_reshard(shape, kind, src=layout(0), dst=layout(1), cluster=cluster, strategy=strategy).seconds
+
+
+def cards_of(job: ScaleJob) -> tuple[tuple[int, ...], ...]:
+    """The host of each stage, whose cards it sends through."""
+    return tuple((job.host_of(stage),) for stage in range(job.stages))
+
+
+def gradient_sync_seconds(job: ScaleJob, parameters: float) -> float:
+    """A ring over the replicas: gradients summed as float32, each updates its share, weights gathered again."""
+    if job.dp == 1:
+        return 0.0
+    nbytes = parameters * (4 + ITEM_BYTES[job.dtype]) * (job.dp - 1) / job.dp
+    inside = job.dp * job.tp <= job.devices
+    rate = job.gpu.link if inside else min(job.gpu.link, job.host_gbps * 1e9 / 8 / job.devices)
+    return nbytes / rate + 2 * (job.dp - 1) * _NETWORK_LATENCY
+
+
+def stage_parameters(job: ScaleJob, stage: int) -> float:
+    """Weights of a stage on one of its GPUs; the first and the last also have a share of the vocabulary's."""
+    ends = (stage == 0) + (stage == job.stages - 1 and job.stages > 1)
+    return (job.layers[stage] * job.model.layer_parameters + ends * job.model.vocabulary * job.model.hidden) / job.tp
+
+
+def weight_bytes(job: ScaleJob, parameters: float) -> float:
+    """With float32 gradients and Adam's three float32 values, which the replicas share, in training."""
+    item = ITEM_BYTES[job.dtype]
+    return parameters * (item + 4 + 12 / job.dp) if job.mode is Mode.TRAIN else parameters * item
+
+
+def layer_activations(job: ScaleJob, tokens: int) -> float:
+    """What a layer keeps of a micro-batch for its backward; inputs of gathering matmuls are kept gathered."""
+    model = job.model
+    share = 1 / job.tp if job.activations is Activations.SHARDED else 1.0
+    cut = (model.qkv + model.hidden + model.up + model.ffn) / job.tp
+    return tokens * ITEM_BYTES[job.dtype] * (2 * model.hidden * (1 + share) + cut)
+
+
+def peak_bytes(job: ScaleJob, schedule: Schedule, batch: Batch, promises: frozenset[Promise]) -> tuple[float, ...]:
+    """The most that lies on a GPU of each pipeline rank."""
+    return tuple(_rank_bytes(job, schedule, rank, batch, promises) for rank in range(len(schedule.ranks)))
+
+
+def _rank_bytes(job: ScaleJob, schedule: Schedule, rank: int, batch: Batch, promises: frozenset[Promise]) -> float:
+    stages, item = schedule.stages_of(rank), ITEM_BYTES[job.dtype]
+    total = weight_bytes(job, sum(stage_parameters(job, stage) for stage in stages))
+    layers = max(job.layers[stage] for stage in stages)
+    if job.mode is Mode.TRAIN:
+        return total + schedule.peak_by_rank[rank] * layers * layer_activations(job, batch.tokens)
+    held = sum(job.layers[stage] for stage in stages) * job.context(promises) * job.microbatches
+    caches = held * 2 * job.model.kv_heads * job.model.head_width * item / job.tp
+    return total + caches + layer_activations(job, batch.tokens)
+
 
 ALL = "all four"
 NONE = "none of them"
@@ -29,7 +127,7 @@ class Step:
     tokens_per_second: real tokens of all replicas; in decoding, new ones
     """
 
-    job: Job
+    job: ScaleJob
     promises: frozenset[Promise]
     seconds: float
     exposed: float
@@ -56,22 +154,24 @@ class Step:
         return {"promises": sorted(p.value for p in self.promises), **{name: getattr(self, name) for name in names}}
 
 
-def simulate_step(job: Job, promises: frozenset[Promise] = ALL_PROMISES) -> Step:
+def simulate_step(job: ScaleJob, promises: frozenset[Promise] = ALL_PROMISES) -> Step:
     """The step with these promises kept.
 
     >>> from weft.scale import find_gpu, find_model
-    >>> job = Job(find_model("gpt3-13b"), find_gpu("A100"), hosts=2, devices=8, tp=8, pp=2, dp=1, microbatches=4)
+    >>> job = ScaleJob(find_model("gpt3-13b"), find_gpu("A100"), hosts=2, devices=8, tp=8, pp=2, dp=1, microbatches=4)
     >>> simulate_step(job).seconds < simulate_step(job, frozenset()).seconds
     True
     """
     if Promise.PIPELINE not in promises:
         job = replace(job, schedule="1f1b")
     transfers = Transfers.OVERLAPPED if Promise.PIPELINE in promises else Transfers.SYNCHRONOUS
-    wires = Wires.OVERLAPPED if Promise.OVERLAP in promises else Wires.SEQUENTIAL
+    wires = LayerWires.OVERLAPPED if Promise.OVERLAP in promises else LayerWires.SEQUENTIAL
     schedule, batch, cards = job.made_schedule(), job.batch(promises), cards_of(job)
     edges = edge_seconds(job, batch.tokens, promises)
     ran = _run(_Paper(schedule, _stages(job, batch, wires), tuple(edges.items()), cards), transfers)
-    free = _seconds(_Paper(schedule, _stages(job, batch, Wires.FREE), tuple(dict.fromkeys(edges, 0.0).items()), cards))
+    free = _seconds(
+        _Paper(schedule, _stages(job, batch, LayerWires.FREE), tuple(dict.fromkeys(edges, 0.0).items()), cards)
+    )
     sync = _sync_seconds(job, schedule)
     seconds = ran.seconds + sync
     memory = max(peak_bytes(job, schedule, batch, promises))
@@ -89,19 +189,19 @@ def simulate_step(job: Job, promises: frozenset[Promise] = ALL_PROMISES) -> Step
     )
 
 
-def compare(job: Job) -> dict[str, Step]:
+def compare(job: ScaleJob) -> dict[str, Step]:
     """The step with all promises, without each of them, and with none."""
     cases = {ALL: ALL_PROMISES}
     cases |= {f"without {promise.value}": ALL_PROMISES - {promise} for promise in Promise}
     return {name: simulate_step(job, promises) for name, promises in (cases | {NONE: frozenset()}).items()}
 
 
-def ideal_seconds(job: Job) -> float:
+def ideal_seconds(job: ScaleJob) -> float:
     """The flops of the real tokens at the peak of all GPUs."""
     return job.model_flops / (job.size * job.gpu.peak_of(job.dtype))
 
 
-def _stages(job: Job, batch: Batch, wires: Wires) -> tuple[Seconds, ...]:
+def _stages(job: ScaleJob, batch: Batch, wires: LayerWires) -> tuple[Seconds, ...]:
     return tuple(stage_seconds(job, stage, batch, wires) for stage in range(job.stages))
 
 
@@ -138,7 +238,7 @@ def _seconds(paper: _Paper) -> float:
     return max(end for _, end in run.actions.values())
 
 
-def _sync_seconds(job: Job, schedule: Schedule) -> float:
+def _sync_seconds(job: ScaleJob, schedule: Schedule) -> float:
     """The replicas' gradients, after the last backward; nobody hides them here."""
     if not schedule.has_backward:
         return 0.0

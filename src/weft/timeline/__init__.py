@@ -1,15 +1,13 @@
 """Events on lanes: what a plan predicts and what a run did, as one type.
 
 `Timeline` is a frozen value. It prints (`text`), is saved and loaded as Chrome trace JSON, and sums itself up
-(`summary`). `weft.tracing` records one; `weft.comm.clocks` merges those of the ranks; `weft.report` draws
+(`summary`). `weft.timeline.record` records one; `weft.timeline.clocks` merges those of the ranks; `weft.report` draws
 them as SVG and HTML.
 """
 
-from weft.timeline.calls import TracedCall
-from weft.timeline.event import KINDS, Event, Kind
-from weft.timeline.metrics import Baseline, exposed_seconds, overlap_efficiency
-from weft.timeline.summary import CallFigures, LaneSummary, Summary
-from weft.timeline.value import Timeline
+from weft.timeline.events import KINDS, Event, Kind
+from weft.timeline.summary import Baseline, CallFigures, LaneSummary, Summary, exposed_seconds, overlap_efficiency
+from weft.timeline.timeline import Timeline, TracedCall
 
 __all__ = [
     "KINDS",

@@ -12,9 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from weft.timeline.activity import group_by_lane
-from weft.timeline.event import KINDS, Event
-from weft.timeline.intervals import rows
+from weft.timeline.events import KINDS, Event, group_by_lane, rows
 
 Json = dict[str, Any]
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from weft.timeline.activity import group_by_lane
-from weft.timeline.event import KINDS, Event, Kind
-from weft.timeline.intervals import Interval, difference, union
+from weft.timeline.events import KINDS, Event, Interval, Kind, difference, group_by_lane, union
 
 # One column each in every terminal and font; arrows and triangles are not (East Asian and emoji widths).
 GLYPHS: dict[Kind, str] = {"compute": "█", "send": ">", "recv": "<", "wait": "░", "other": "▒"}

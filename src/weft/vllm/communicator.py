@@ -12,7 +12,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 
 from weft.comm import hosts_of
 from weft.comm.deadline import VLLM
-from weft.comm.lean import LeanGroup
+from weft.comm.host_collectives import LeanGroup
 
 # 1,024 rows of a hidden size of 1,024 in float32, 256 of 4,096: enough for a matmul to run at its full speed.
 _BANK_BYTES = 4 << 20

@@ -10,10 +10,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="the GPU kernels need Triton")
 
-from weft.cli import app
-from weft.kernels.triton.compile import compile_variant
-from weft.kernels.triton.occupancy import ARCHS, blocks_at_once, occupancy
-from weft.kernels.triton.variants import variants
+from weft.cli.app import app
+from weft.kernels.triton.compile import ARCHS, blocks_at_once, compile_variant, occupancy, variants
 
 TARGETS = ("sm80", "sm90", "sm100")
 NAMED = {v.name: v for v in variants()}
@@ -142,7 +140,7 @@ def test_the_command_says_what_it_wants(arguments, message):
 
 
 def test_without_triton_the_command_says_what_to_install():
-    code = "import sys; sys.modules['triton'] = None; from weft.cli import main; main()"
+    code = "import sys; sys.modules['triton'] = None; from weft.cli.app import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "kernels", "compile"], capture_output=True, text=True, timeout=60
     )

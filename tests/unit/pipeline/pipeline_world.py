@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline_values import needs
 
-from weft.pipeline import Action, Direction, Edge, Kind, Lowered, Receive, Send, Transfer
+from weft.pipeline import Action, Direction, Edge, Kind, Lowered, Receive, Send, TensorTransfer
 
 
 class Hung(Exception):
@@ -21,7 +21,7 @@ class World:
     def __init__(self, low: Lowered, seed: int) -> None:
         self.low, self.random = low, random.Random(seed)
         self.done: set[Action] = set()
-        self.moved: set[Transfer] = set()
+        self.moved: set[TensorTransfer] = set()
         self.held: set[tuple[int, str, int, int]] = set()
         self.every = set(low.transfers)
 
@@ -30,12 +30,12 @@ class World:
             return Action(stage, Kind.FORWARD, microbatch) in self.done
         return (producer, tensor, microbatch, stage) in self.held
 
-    def move(self, t: Transfer) -> None:
+    def move(self, t: TensorTransfer) -> None:
         self.moved.add(t)
         if t.direction is Direction.FORWARD:
             self.held.add((t.producer, t.tensor, t.microbatch, t.target))
 
-    def can_move(self, t: Transfer) -> bool:
+    def can_move(self, t: TensorTransfer) -> bool:
         if t.direction is Direction.FORWARD:
             return self.has(t.source, t.producer, t.tensor, t.microbatch)
         kinds = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
@@ -51,7 +51,10 @@ class World:
             )
         if action.kind is Kind.WEIGHT_GRADIENT:
             return True
-        back = (Transfer(e.source, e.tensor, action.microbatch, e.target, e.source) for e in graph.out_of(action.stage))
+        back = (
+            TensorTransfer(e.source, e.tensor, action.microbatch, e.target, e.source)
+            for e in graph.out_of(action.stage)
+        )
         return all(t in self.moved for t in back if t in self.every)
 
     def _near(self, edge: Edge, action: Action) -> int:

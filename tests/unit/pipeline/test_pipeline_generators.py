@@ -9,7 +9,7 @@ import pytest
 from pipeline_values import SIZES
 
 from weft.pipeline import SCHEDULES, Kind, Schedule, schedule, validate
-from weft.pipeline.interleaved import interleaved_1f1b
+from weft.pipeline.schedules.generators import interleaved_1f1b
 
 
 def warm_up(made: Schedule, rank: int) -> int:

@@ -21,7 +21,7 @@ from weft.pipeline import (
     Schedule,
     Send,
     StageGraph,
-    Transfer,
+    TensorTransfer,
     Transfers,
     chain,
     lower,
@@ -46,7 +46,9 @@ def check_transfers(low: Lowered) -> None:
     assert set(to_rank) == {(e.source, e.tensor, m, rank_of(e.target)) for e, m in edges}
     assert set(to_rank.values()) <= {1}
     back = [t for t in low.transfers if t.direction is Direction.GRADIENT]
-    wanted = [Transfer(e.source, e.tensor, m, e.target, e.source) for e, m in edges if e.gradient and made.has_backward]
+    wanted = [
+        TensorTransfer(e.source, e.tensor, m, e.target, e.source) for e, m in edges if e.gradient and made.has_backward
+    ]
     assert sorted(back) == sorted(wanted)
     users = {(e.source, e.tensor, e.target) for e in graph.edges}
     for t in forwards:
@@ -146,7 +148,7 @@ def test_a_skip_comes_from_an_earlier_user_while_the_producer_sends_something_el
     suppliers = [low.supplier(Edge(0, 3, "skip"), m) for m in range(6)]
     assert set(suppliers) == {0, 1}
     assert [t for t in low.transfers if t.tensor == "skip" and t.target == 3 and t.microbatch == 0] == [
-        Transfer(0, "skip", 0, suppliers[0], 3)
+        TensorTransfer(0, "skip", 0, suppliers[0], 3)
     ]
 
 

@@ -23,14 +23,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from weft.errors import PeerMismatch
 from weft.layout import Layout, Mesh, ShardSizes
 from weft.pipeline import SCHEDULES, Direction, Edge, StageGraph, chain, lower, schedule
-from weft.pipeline.buffers import Buffers
-from weft.pipeline.failure import Board
-from weft.pipeline.header import LENGTH, Header, is_cut, whole_shape
-from weft.pipeline.microbatch import split_batch, split_keywords
-from weft.pipeline.models.gpt import GPTConfig, gpt_stage
-from weft.pipeline.models.parts import cut
-from weft.pipeline.placing import Placing
-from weft.pipeline.routes import Route, Routes, join
+from weft.pipeline.models import GPTConfig, cut, gpt_stage
+from weft.pipeline.run.microbatch import split_batch, split_keywords
+from weft.pipeline.transport.failure import Board
+from weft.pipeline.transport.placing import Placing
+from weft.pipeline.transport.routes import LENGTH, Header, Route, Routes, is_cut, join, whole_shape
+from weft.pipeline.transport.threads import ArrivalBuffers
 
 GRAPH = StageGraph(4, (*chain(4).edges, Edge(0, 2, "skip"), Edge(0, 3, "skip")))
 
@@ -194,7 +192,7 @@ def serve_store(pipe: Connection) -> None:
 
 
 def test_buffers_are_used_again_only_when_nothing_refers_to_them() -> None:
-    buffers = Buffers()
+    buffers = ArrivalBuffers()
     x = buffers.take((4, 4), torch.float32)
     leaf = x.detach().requires_grad_()
     y = (leaf * leaf).sum()  # keeps leaf
@@ -234,7 +232,7 @@ KEEPERS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("how", KEEPERS)
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_memory_that_can_be_reached_is_not_handed_out_again(how: str) -> None:
-    buffers = Buffers()
+    buffers = ArrivalBuffers()
     x = buffers.take((4, 4), torch.float32)
     address = x.untyped_storage().data_ptr()
     kept = KEEPERS[how](x)
@@ -249,7 +247,7 @@ def test_memory_that_can_be_reached_is_not_handed_out_again(how: str) -> None:
 
 
 def test_memory_of_sizes_that_no_longer_come_is_let_go() -> None:
-    buffers = Buffers()
+    buffers = ArrivalBuffers()
     for length in range(1, 200):
         kept = [buffers.take((length, 64), torch.float32) for _ in range(3)]
         del kept

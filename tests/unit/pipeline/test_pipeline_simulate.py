@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_values import SIZES, costs, generated, graphs, needs
 
-from weft.cluster import Cluster
-from weft.layout import Layout, Mesh
+from weft.layout import DeclaredCluster, Layout, Mesh
 from weft.pipeline import (
     SCHEDULES,
     Action,
@@ -27,7 +26,7 @@ from weft.pipeline import (
     lower,
     schedule,
 )
-from weft.pipeline.simulate import simulate_lowered
+from weft.pipeline.predict.simulate import simulate_lowered
 from weft.reshard import plan_reshard
 
 EPSILON = 1e-9
@@ -198,7 +197,7 @@ def test_passing_on_relieves_the_card_of_the_producer() -> None:
 
 
 def test_costs_of_reshard_plans() -> None:
-    cluster = Cluster.uniform(3, gbps=8.0, latency=0.0)
+    cluster = DeclaredCluster.uniform(3, gbps=8.0, latency=0.0)
     meshes = [Mesh.grid(1, 2, first_rank=2 * host, first_host=host) for host in range(3)]
     layouts = [Layout.parse(meshes[0], "S1R"), Layout.parse(meshes[1], "RR"), Layout.parse(meshes[2], "RS1")]
     shape = (1000, 250)  # 1 MB: a millisecond at 8 Gbit/s

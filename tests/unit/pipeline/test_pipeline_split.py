@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft.pipeline.split import SplitBackward
+from weft.pipeline.run.split import SplitBackward
 
 WIDTH = 8
 

@@ -8,9 +8,8 @@ GPU: docs/gpu.md says what has been proven, and how.
 from __future__ import annotations
 
 from weft.kernels.triton.attention import attention, attention_grad
-from weft.kernels.triton.checks import INTERPRETED
-from weft.kernels.triton.late import Late, tell, wait
-from weft.kernels.triton.linear import (
+from weft.kernels.triton.launch import INTERPRETED, DevicePlaces, DeviceSchedule, Order, owners_first
+from weft.kernels.triton.matmul import (
     LAYOUT,
     TAKES_ADDRESSES,
     TORCH_MULTIPLIES,
@@ -20,9 +19,8 @@ from weft.kernels.triton.linear import (
     packed_elements,
     unpack,
 )
-from weft.kernels.triton.order import Order
 from weft.kernels.triton.rows import gate, gather, norm, rotary, sum_in_order
-from weft.kernels.triton.tables import DevicePlaces, DeviceSchedule, owners_first
+from weft.kernels.triton.signals import Late, tell, wait
 
 __all__ = [
     "INTERPRETED", "LAYOUT", "TAKES_ADDRESSES", "TORCH_MULTIPLIES", "DevicePlaces", "DeviceSchedule", "Late", "Order",

@@ -28,7 +28,7 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
-from weft.kernels.triton.checks import INTERPRETED
+from weft.kernels.triton.launch import INTERPRETED
 from weft.kernels.triton.signals import SPIN_NS
 
 _NAP_SECONDS = SPIN_NS.value * 1e-9

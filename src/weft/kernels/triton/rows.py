@@ -1,4 +1,26 @@
-"""The launchers of the row operations: the arguments of `weft.kernels.cpu_rows`, on the device.
+"""out = norm(x + bias + residual) * weight + beta, a row a program; x may lie in an order of communication.
+
+    x, residual, total, out [M, N]   bias, weight, beta [N]   mean, rstd [M]; RMSNorm has no mean
+
+With `starts` and `strides`, x is a flat buffer in pieces of piece_rows x piece_cols (see `order.py`), read in place.
+
+out[r] = the sum of table[index[r]] over up to three tables; a negative index adds nothing.
+
+With one table this packs (index: the places of real tokens) and unpacks (index: the token of each place, or -1).
+
+Turns heads by their positions: (a, b) -> (a cos - b sin, b cos + a sin) for the two halves of a head.
+
+x, out [T, H, D]   cos, sin [positions, D / 2] in float32   positions [T]
+
+out [M, N] = activation(x[:, :N]) * x[:, N:] for x [M, 2 N].
+
+out = parts[0] + parts[1] + ...: the end of a reduce-scatter, summed in rank order, so the bits depend on no timing.
+
+    parts [P, elements], each written by another rank; out [elements]
+
+A program may first wait until every rank's part is there.
+
+The launchers of the row operations: the arguments of `weft.kernels.cpu`, on the device.
 
 None of these has ever run on a GPU: they were run in Triton's interpreter and compiled for sm80, sm90 and sm100.
 """
@@ -8,23 +30,132 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from weft.kernels.tiles import Ready
-from weft.kernels.triton import checks, configs
-from weft.kernels.triton.activations import ACTIVATIONS
-from weft.kernels.triton.gate import gate_kernel
-from weft.kernels.triton.gather import gather_kernel
-from weft.kernels.triton.late import Late, nanoseconds
-from weft.kernels.triton.norm import norm_kernel
-from weft.kernels.triton.order import Order
-from weft.kernels.triton.rotary import rotary_kernel
-from weft.kernels.triton.sums import sum_kernel
+from weft.kernels.triton import launch
+from weft.kernels.triton.launch import Order
+from weft.kernels.triton.matmul import ACTIVATIONS, activate
+from weft.kernels.triton.signals import Late, nanoseconds, wait_for
+
+
+@triton.jit
+def norm_kernel(
+    x, starts, strides, bias, residual, weight, beta, total, out, mean, rstd, N, eps, stride_x, stride_residual,
+    stride_total, stride_out, piece_rows, piece_cols, pieces, RMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < N
+    if starts is None:
+        at = row * stride_x + cols
+    else:
+        piece = row // piece_rows * pieces + cols // piece_cols
+        start = tl.load(starts + piece, mask=inside, other=0)
+        at = start + row % piece_rows * tl.load(strides + piece, mask=inside, other=0) + cols % piece_cols
+    z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        z += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        z += tl.load(residual + row * stride_residual + cols, mask=inside, other=0.0).to(tl.float32)
+    if total is not None:
+        tl.store(total + row * stride_total + cols, z.to(total.dtype.element_ty), mask=inside)
+    if RMS:
+        away = z
+    else:
+        centre = tl.sum(z, 0) / N
+        away = tl.where(inside, z - centre, 0.0)
+        if mean is not None:
+            tl.store(mean + row, centre)
+    scale = 1.0 / tl.sqrt(tl.sum(away * away, 0) / N + eps)
+    y = away * scale
+    if weight is not None:
+        y *= tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    if beta is not None:
+        y += tl.load(beta + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * stride_out + cols, y.to(out.dtype.element_ty), mask=inside)
+    if rstd is not None:
+        tl.store(rstd + row, scale)
+
+
+@triton.jit
+def gather_kernel(
+    out, first, first_index, second, second_index, third, third_index, N, stride_out, stride_first, stride_second,
+    stride_third, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < N
+    source = tl.load(first_index + row)
+    some = tl.load(first + source * stride_first + cols, mask=cols < tl.where(source >= 0, N, 0), other=0.0)
+    if second is not None:
+        source = tl.load(second_index + row)
+        more = tl.load(second + source * stride_second + cols, mask=cols < tl.where(source >= 0, N, 0), other=0.0)
+        total = some.to(tl.float32) + more.to(tl.float32)
+        if third is not None:
+            source = tl.load(third_index + row)
+            more = tl.load(third + source * stride_third + cols, mask=cols < tl.where(source >= 0, N, 0), other=0.0)
+            total += more.to(tl.float32)
+        some = total.to(out.dtype.element_ty)
+    tl.store(out + row * stride_out + cols, some, mask=inside)
+
+
+@triton.jit
+def rotary_kernel(
+    x, out, cos, sin, positions, half, sign, stride_x, stride_out, stride_head, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < half
+    position = tl.load(positions + token)
+    c = tl.load(cos + position * half + at, mask=inside, other=0.0)
+    s = tl.load(sin + position * half + at, mask=inside, other=0.0) * sign
+    source = x + token * stride_x + head * stride_head + at
+    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    target = out + token * stride_out + head * stride_head + at
+    tl.store(target, (a * c - b * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + half, (b * c + a * s).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gate_kernel(x, out, N, stride_x, stride_out, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < N
+    a = tl.load(x + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + row * stride_x + N + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * stride_out + cols, (activate(a, ACTIVATION) * b).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_kernel(
+    parts, out, bias, ready, late, elements, ranks, stride_parts, N, ready_value, limit_ns,
+    BLOCK: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < elements
+    arrived = elements > 0
+    if ready is not None:
+        for rank in range(ranks):
+            there = wait_for(ready + rank, ready_value, limit_ns, late, rank, THREADS, INTERPRET)
+            arrived = arrived & there
+    if arrived:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for rank in range(ranks):
+            total += tl.load(parts + rank * stride_parts + at, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            total += tl.load(bias + at % N, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
 
 MAX_TABLES = 3
 MAX_WIDTH = 16_384  # a row is held in registers
-_STRIP = dict(configs.STRIP.blocks)["BLOCK"]
+_STRIP = dict(launch.STRIP.blocks)["BLOCK"]
 
 
 def norm(
@@ -39,8 +170,8 @@ def norm(
     This has never run on a GPU.
     """
     rows, width = out.shape
-    checks.on_device(out, "out")
-    dtype = checks.dtype_of(out, "out")
+    launch.on_device(out, "out")
+    dtype = launch.dtype_of(out, "out")
     if width > MAX_WIDTH:
         raise ValueError(f"rows of up to {MAX_WIDTH} elements are normed, got {width}; use torch's own norm")
     _check_source(x, order, rows, width, dtype, out.device)
@@ -49,7 +180,7 @@ def norm(
         (residual, "residual", (rows, width)), (total, "total", (rows, width)), (out, "out", (rows, width)),
     ):  # fmt: skip
         if t is not None:
-            checks.like(t, name, shape, dtype, out.device)
+            launch.like(t, name, shape, dtype, out.device)
     for t, name in ((mean, "mean"), (rstd, "rstd")):
         if t is not None and (t.numel() != rows or t.dtype != torch.float32 or not t.is_contiguous()):
             raise ValueError(f"{name} must be contiguous float32 of {rows} elements, got {t.dtype} {list(t.shape)}")
@@ -63,7 +194,7 @@ def norm(
         beta, total, out, None if rms else mean, rstd, width, eps, x.stride(0),
         0 if residual is None else residual.stride(0),
         0 if total is None else total.stride(0), out.stride(0), *pieces, RMS=rms,
-        **configs.rows(next_power_of_2(width)).launch,
+        **launch.rows(next_power_of_2(width)).launch,
     )  # fmt: skip
 
 
@@ -71,7 +202,7 @@ def _check_source(
     x: Tensor, order: Order | None, rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:  # fmt: skip
     if order is None:
-        return checks.like(x, "x", (rows, width), dtype, device)
+        return launch.like(x, "x", (rows, width), dtype, device)
     if (order.m, order.n) != (rows, width) or order.starts.device != device:
         raise ValueError(
             f"the order must be of [{rows}, {width}] on {device}, got [{order.m}, {order.n}] on {order.starts.device}"
@@ -90,19 +221,19 @@ def gather(tables: Sequence[tuple[Tensor, Tensor]], *, out: Tensor, isa_name: st
     would make the host wait for the device. This has never run on a GPU.
     """
     count, width = out.shape
-    checks.on_device(out, "out")
-    checks.like(out, "out", (count, width), checks.dtype_of(out, "out"), out.device)
+    launch.on_device(out, "out")
+    launch.like(out, "out", (count, width), launch.dtype_of(out, "out"), out.device)
     if not 1 <= len(tables) <= MAX_TABLES:
         raise ValueError(f"gather adds up 1 to {MAX_TABLES} tables, got {len(tables)}")
     for table, index in tables:
-        checks.like(table, "table", (table.shape[0], width), out.dtype, out.device)
-        checks.counters(index, "index", count, out.device, torch.int64)
+        launch.like(table, "table", (table.shape[0], width), out.dtype, out.device)
+        launch.counters(index, "index", count, out.device, torch.int64)
     if not count or not width:
         return
     filled = [*tables, *[(None, None)] * (MAX_TABLES - len(tables))]
     gather_kernel[(count, cdiv(width, _STRIP))](
         out, *(t for pair in filled for t in pair), width, out.stride(0),
-        *(0 if table is None else table.stride(0) for table, _ in filled), **configs.STRIP.launch,
+        *(0 if table is None else table.stride(0) for table, _ in filled), **launch.STRIP.launch,
     )  # fmt: skip
 
 
@@ -114,22 +245,22 @@ def sum_in_order(
     `ready.counters` [P] says whose part is there (`ready.rows` has no meaning here). With `late`, a time-out sets its
     flag; without, it is raised here. This has never run on a GPU.
     """
-    checks.on_device(parts, "parts")
+    launch.on_device(parts, "parts")
     ranks, m, n = parts.shape
-    checks.like(out, "out", (m, n), checks.dtype_of(parts, "parts"), parts.device)
+    launch.like(out, "out", (m, n), launch.dtype_of(parts, "parts"), parts.device)
     if not out.is_contiguous() or not parts.is_contiguous():
         raise ValueError(f"parts and out must be contiguous, got strides {parts.stride()} and {out.stride()}")
     if bias is not None:
-        checks.like(bias, "bias", (n,), parts.dtype, parts.device)
+        launch.like(bias, "bias", (n,), parts.dtype, parts.device)
     if ready is not None:
-        checks.counters(ready.counters, "ready.counters", ranks, parts.device)
+        launch.counters(ready.counters, "ready.counters", ranks, parts.device)
     mine = late or Late.on(parts.device)
     if m * n:
-        config = configs.STRIP
+        config = launch.STRIP
         sum_kernel[(cdiv(m * n, _STRIP),)](
             parts, out, bias, None if ready is None else ready.counters, mine.flag, m * n, ranks, parts.stride(0), n,
             0 if ready is None else ready.value, 1 if ready is None else nanoseconds(ready.timeout),
-            THREADS=32 * config.warps, INTERPRET=checks.INTERPRETED, **config.launch,
+            THREADS=32 * config.warps, INTERPRET=launch.INTERPRETED, **config.launch,
         )  # fmt: skip
     if ready is not None and late is None:
         mine.check(ready.what, seconds=ready.timeout)
@@ -144,32 +275,32 @@ def rotary(
     Positions past the table are not looked for: that would make the host wait. This has never run on a GPU.
     """
     tokens, all_heads, width = x.shape
-    checks.on_device(x, "x")
+    launch.on_device(x, "x")
     if width % 2 or not 0 <= heads <= all_heads:
         raise ValueError(f"rotary needs an even head_dim and at most {all_heads} heads, got {width} and {heads}")
     for table, name in ((cos, "cos"), (sin, "sin")):
-        checks.like(table.view(-1), name, (cos.shape[0] * (width // 2),), torch.float32, x.device)
-    checks.counters(positions, "positions", tokens, x.device, torch.int64)
+        launch.like(table.view(-1), name, (cos.shape[0] * (width // 2),), torch.float32, x.device)
+    launch.counters(positions, "positions", tokens, x.device, torch.int64)
     for t, name in ((x, "x"), (out, "out")):
-        checks.like(t, name, tuple(x.shape), checks.dtype_of(x, "x"), x.device)
+        launch.like(t, name, tuple(x.shape), launch.dtype_of(x, "x"), x.device)
         if tokens and t.stride()[1:] != (width, 1):
             raise ValueError(f"the heads of {name} must be contiguous, got strides {t.stride()}")
     if tokens and heads and width:
         rotary_kernel[(tokens, heads)](
             x, out, cos, sin, positions, width // 2, float(sign), x.stride(0), out.stride(0), width,
-            **configs.rows(next_power_of_2(max(width // 2, 16))).launch,
+            **launch.rows(next_power_of_2(max(width // 2, 16))).launch,
         )  # fmt: skip
 
 
 def gate(x: Tensor, *, activation: str, out: Tensor, isa_name: str = "", threads: int = 0) -> None:
     """out [M, N] = activation(x[:, :N]) * x[:, N:] for x [M, 2 N]. This has never run on a GPU."""
     rows, width = out.shape
-    checks.on_device(out, "out")
-    checks.like(out, "out", (rows, width), checks.dtype_of(out, "out"), out.device)
-    checks.like(x, "x", (rows, 2 * width), out.dtype, out.device)
+    launch.on_device(out, "out")
+    launch.like(out, "out", (rows, width), launch.dtype_of(out, "out"), out.device)
+    launch.like(x, "x", (rows, 2 * width), out.dtype, out.device)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {[*ACTIVATIONS]}, got {activation!r}")
     if rows and width:
         gate_kernel[(rows, cdiv(width, _STRIP))](
-            x, out, width, x.stride(0), out.stride(0), ACTIVATION=activation, **configs.STRIP.launch
+            x, out, width, x.stride(0), out.stride(0), ACTIVATION=activation, **launch.STRIP.launch
         )  # fmt: skip

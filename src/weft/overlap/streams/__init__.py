@@ -1,4 +1,6 @@
-"""Overlapped matmuls on devices with streams: the executor of GPUs, with the functions of `weft.overlap.calls`.
+"""Overlapped matmuls on devices with streams: the executor of GPUs.
+
+Its functions are those of `weft.overlap.executor.calls`.
 
 A call puts everything into two streams and returns: the host waits for nothing, so a call can be captured in a graph
 after one that was not. Every kernel that waits has the group's timeout; one that gave up sets a flag, which a later
@@ -17,14 +19,13 @@ from torch import Tensor
 
 from weft.kernels import PackedWeight
 from weft.kernels import triton as kernels
-from weft.overlap.calls import Asked, exchange_counts
-from weft.overlap.context import Context
+from weft.overlap.executor.call import row_major
+from weft.overlap.executor.calls import Asked, exchange_counts
+from weft.overlap.executor.context import Context
 from weft.overlap.plan import Op, Transport
-from weft.overlap.running import row_major
 from weft.overlap.streams.gather import all_gather
-from weft.overlap.streams.scatter import all_reduce, all_to_all, reduce_scatter
+from weft.overlap.streams.scatter import all_reduce, all_to_all, reduce_scatter, reduce_scatter_to_owners
 from weft.overlap.streams.state import as_bytes, by_group, check, state_of
-from weft.overlap.streams.to_owners import reduce_scatter_to_owners
 
 __all__ = ["check", "gather_matmul", "gather_rows_matmul", "matmul_scatter", "matmul_scatter_rows"]
 

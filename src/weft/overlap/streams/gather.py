@@ -22,10 +22,10 @@ from torch import Tensor
 
 from weft.kernels import PackedWeight, Ready
 from weft.kernels import triton as kernels
-from weft.overlap.incoming import Arrival, ExpectRows, Incoming, SendRows, lower
-from weft.overlap.memory import view
+from weft.overlap.executor.resources import view
 from weft.overlap.plan import OverlapPlan, Transport
-from weft.overlap.streams.peers import Peers
+from weft.overlap.programs.incoming import ExpectRows, Incoming, RowArrival, SendRows, lower
+from weft.overlap.streams.device import Peers
 from weft.overlap.streams.state import State, as_bytes, by_group
 
 
@@ -84,7 +84,7 @@ def all_gather(
         elif step.expect is not None:
             side.run(partial(_copy, peers, plan, step.expect, gathered))
         if step.expect is not None:
-            rows = tables.program.touched(Arrival(state.rank, step.expect.m0, step.expect.m1))
+            rows = tables.program.touched(RowArrival(state.rank, step.expect.m0, step.expect.m1))
             side.run(partial(kernels.tell, counters, first=rows.start, count=len(rows)))
     if peers is not None:
         side.run(peers.barrier)  # nobody reads this rank's rows any more

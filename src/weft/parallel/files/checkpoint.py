@@ -33,8 +33,7 @@ from weft.comm.deadline import FILES
 from weft.comm.tell import tell_all
 from weft.errors import WeftError
 from weft.parallel.files.checkpoint_folder import ABOUT, Folder, Writing
-from weft.parallel.files.materialise import materialise, slots
-from weft.parallel.files.together import join_problems, rank_of, together
+from weft.parallel.files.shards import join_problems, materialise, rank_of, slots, together
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # moments by name, so that those of stages differ
 

@@ -16,11 +16,10 @@ from torch.distributed.tensor.placement_types import Partial
 
 from weft.comm.deadline import FILES
 from weft.comm.tell import tell_all
-from weft.layout.value import Box
-from weft.parallel.files.materialise import Slot, materialise, slots
-from weft.parallel.files.together import join_problems, together
+from weft.layout.layout import Box
+from weft.parallel.files.shards import Slot, join_problems, materialise, slots, together
 from weft.parallel.files.weight_files import DTYPES, WeightFiles
-from weft.reshard.dtensor import layout_of_dtensor
+from weft.reshard.tensors import layout_of_dtensor
 
 
 def load_sharded(

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.layout.value import Box
+from weft.layout.layout import Box
 
 INDEX_NAME, FILE_NAME = "model.safetensors.index.json", "model.safetensors"
 BLOCK_BYTES = 32 << 20

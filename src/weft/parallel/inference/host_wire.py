@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft import _core
-from weft.comm.banks import BANKS, Banks
+from weft.comm.host_collectives import BANKS, Banks
 
 CHUNK_ROWS = 512  # what is summed at once: stays in the caches from the matmul to the sum
 _SMALLEST_BANK = 1 << 20

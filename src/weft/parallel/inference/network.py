@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from weft import _core
 from weft.kernels import PackedWeight
 from weft.kernels.cpu import ACTIVATIONS, empty
-from weft.overlap.functional import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from weft.packed import spec
 from weft.packed.held import Dense, PackedLayer
 from weft.parallel.embedding import lookup

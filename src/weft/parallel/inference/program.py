@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.deadline import timeout_of
-from weft.comm.hosts import hosts_of
+from weft.comm.window import hosts_of
 from weft.kernels.cpu import dtype_code, empty, isa
 from weft.packed import spec
 from weft.packed.call import Inputs

@@ -5,7 +5,7 @@ import torch
 
 from weft.kernels import triton as kernels
 from weft.kernels.cpu_attention import Scoring
-from weft.kernels.triton.configs import Config
+from weft.kernels.triton.launch import Config
 from weft.packed import PackedBatch, reference
 
 SMALL = Config((("BLOCK_M", 16), ("BLOCK_N", 32)))

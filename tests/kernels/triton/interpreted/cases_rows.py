@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from weft.kernels import Tiling
 from weft.kernels import triton as kernels
 from weft.kernels.triton import Order
-from weft.overlap import tiles
+from weft.overlap import blocks
 
 WIDTHS = [1, 3, 31, 32, 100, 768]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -96,8 +96,8 @@ ORDERS = {
     "tile": lambda: Order.of_tiles(TILING, [4, 0, 7, 8, 1, 2, 6, 3, 5]),
     "subtile": lambda: Order.of_subtiles(TILING, [[4, 0, 1], [3, 2, 8, 7, 6, 5]], parts=4),
     "subtoken": lambda: Order.of_subtokens(TILING, [[4, 0, 1], [3, 2, 8, 7, 6, 5]], [i * 7 % 3 for i in range(24)]),
-    "rows of blocks": lambda: of_cut(tiles.cut_rows(TILING, [2, 1], [2, 0, 1])),
-    "columns of blocks": lambda: of_cut(tiles.cut_cols(TILING, [1, 2])),
+    "rows of blocks": lambda: of_cut(blocks.cut_rows(TILING, [2, 1], [2, 0, 1])),
+    "columns of blocks": lambda: of_cut(blocks.cut_cols(TILING, [1, 2])),
 }
 
 
@@ -116,7 +116,7 @@ def test_a_norm_undoes_the_order(name, dtype, rms):
 
 def test_a_cut_and_its_order_agree():
     """`overlap` says where each element of a cut is stored; the order made of its blocks must say the same."""
-    for cut in (tiles.cut_rows(TILING, [2, 1], [2, 0, 1]), tiles.cut_cols(TILING, [1, 2])):
+    for cut in (blocks.cut_rows(TILING, [2, 1], [2, 0, 1]), blocks.cut_cols(TILING, [1, 2])):
         order = of_cut(cut)
         for row, col, place in cut.stored_at():
             piece = row // order.rows, col // order.cols

@@ -20,9 +20,9 @@ from stream_cases import (
 )  # fmt: skip
 
 from weft.overlap import Op, Transport
+from weft.overlap.blocks import Axis
 from weft.overlap.plan import shared_dims
-from weft.overlap.streams.plans import check_plan, default_plan, tile_that_divides
-from weft.overlap.tiles import Axis
+from weft.overlap.streams.state import check_plan, default_plan, tile_that_divides
 
 SHAPES = {2: [(48, 64, 24), (3, 33, 5)], 3: [(37, 50, 17)]}
 

@@ -4,7 +4,7 @@ import torch
 
 from weft.kernels import Rows, Tiling
 from weft.kernels import triton as kernels
-from weft.kernels.triton.configs import Config
+from weft.kernels.triton.launch import Config
 
 SMALL = Config((("BLOCK_M", 32), ("BLOCK_N", 32), ("BLOCK_K", 32)))
 M, K, N, HALF = 96, 40, 64, 48

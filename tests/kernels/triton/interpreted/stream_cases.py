@@ -13,9 +13,9 @@ from weft.kernels import triton as kernels
 from weft.kernels.dispatch import TRITON, routed
 from weft.kernels.triton.interpreter import mend
 from weft.overlap import Op, OverlapPlan, Transport, reference, streams
-from weft.overlap.context import context_of
+from weft.overlap.blocks import Axis
+from weft.overlap.executor.context import context_of
 from weft.overlap.streams.state import state_of
-from weft.overlap.tiles import Axis
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-2, torch.float16: 1e-2}
 

@@ -1,0 +1,194 @@
+"""`weft plan ...`: plans printed, compared and drawn, without a device or a process group.
+
+`weft plan pipeline`: a schedule's grid, and all schedules compared, without a device or a process group.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from weft.layout import Layout
+    from weft.pipeline import Simulation
+    from weft.reshard import Plan
+
+app = typer.Typer(no_args_is_help=True, help="Plans: printed, compared with their bound, and drawn.")
+
+
+@app.callback()
+def _plans() -> None:
+    """Plans: printed, compared with their bound, and drawn."""
+
+
+@app.command("reshard")
+def reshard(
+    shape: Annotated[str, typer.Option(help="The tensor, such as 1024,1024,512.")],
+    src: Annotated[str, typer.Option(help='Hosts x devices and layout of the source, such as "2x4:S0RR".')],
+    dst: Annotated[str, typer.Option(help='The same of the destination, such as "2x4:RS0R".')],
+    dtype: Annotated[str, typer.Option(help="The type of its elements.")] = "float32",
+    gbps: Annotated[float, typer.Option(help="The rate of each host's card, Gbit/s.")] = 10.0,
+    strategy: Annotated[str, typer.Option(help="Which plan is printed; all are compared.")] = "optimal",
+    same_hosts: Annotated[bool, typer.Option("--same-hosts", help="Both meshes begin at rank 0.")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="Only the comparison, not the plan.")] = False,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Draw the timelines here.")] = None,
+) -> None:
+    """Plan a move of one tensor from a mesh and layout to another: the plan, its bound, every strategy's time.
+
+    S0 is a dim cut along mesh axis 0 (the hosts), S1 along axis 1 (the devices of a host), S01 along both, R a
+    dim that is not cut.
+    """
+    from weft.report import timeline_page
+    from weft.reshard import STRATEGIES
+
+    plans = _plans_of(shape, src, dst, dtype, gbps, same_hosts)
+    if strategy not in plans:
+        raise ValueError(f"got the strategy {strategy!r}; expected one of: {', '.join(STRATEGIES)}")
+    if not summary:
+        typer.echo(str(plans[strategy]))
+    typer.echo(compare(plans))
+    if html_file is not None:
+        timelines = [plan.simulate() for plan in plans.values()]
+        html_file.write_text(timeline_page(timelines, title=f"reshard {shape}: {src} to {dst}"), encoding="utf-8")
+        typer.echo(f"wrote {html_file}", err=True)
+
+
+def compare(plans: dict[str, Plan]) -> str:
+    """One line for each strategy: predicted seconds, of the bound, chunks, and the busiest card's bytes."""
+    from weft.timeline.text import align_columns, format_bytes, format_seconds
+
+    rows = [["strategy", "predicted", "of bound", "chunks", "busiest out", "busiest in"]]
+    for name, plan in plans.items():
+        cards = plan.bytes_by_card.values()
+        share = plan.lower_bound / plan.seconds if plan.seconds else 1.0
+        most = (max(card.out for card in cards), max(card.into for card in cards))
+        figures = [format_seconds(plan.seconds), f"{share:.3f}", str(len(plan.chunks)), *map(format_bytes, most)]
+        rows.append([name, *figures])
+    bound = next(iter(plans.values())).lower_bound
+    rows.append(["bound", format_seconds(bound), "1.000", "", "", ""])
+    return align_columns(rows)
+
+
+def _plans_of(shape: str, src: str, dst: str, dtype: str, gbps: float, same_hosts: bool) -> dict[str, Plan]:
+    import torch
+
+    from weft.layout.mesh import DeclaredCluster
+    from weft.reshard import STRATEGIES, plan_reshard
+
+    try:
+        sizes = [int(size) for size in shape.split(",") if size.strip()]
+    except ValueError:
+        raise ValueError(f"got the shape {shape!r}; expected whole numbers, such as 1024,1024,512") from None
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"got the type {dtype!r}; expected one of torch's, such as float32 or bfloat16")
+    a = parse_side(src, ndim=len(sizes))
+    start = 0 if same_hosts else a.mesh.size
+    b = parse_side(dst, ndim=len(sizes), first_rank=start, first_host=0 if same_hosts else max(a.mesh.hosts) + 1)
+    cluster = DeclaredCluster.uniform(max(*a.mesh.hosts, *b.mesh.hosts) + 1, gbps=gbps)
+    return {name: plan_reshard(sizes, kind, src=a, dst=b, cluster=cluster, strategy=name) for name in STRATEGIES}
+
+
+def parse_side(text: str, *, ndim: int, first_rank: int = 0, first_host: int = 0) -> Layout:
+    """A layout from hosts x devices and the papers' notation.
+
+    >>> str(parse_side("2x4:S0R", ndim=2).mesh)
+    '2x4 ranks 0-7 hosts 0*4,1*4 axes host,device'
+    """
+    from weft.layout import Layout, Mesh
+
+    mesh, _, notation = text.partition(":")
+    hosts, _, devices = mesh.partition("x")
+    if not (hosts.isdigit() and devices.isdigit() and int(hosts) and int(devices)):
+        raise ValueError(f"got the mesh {text!r}; expected hosts x devices and a layout, such as 2x4:S0RR")
+    grid = Mesh.grid(int(hosts), int(devices), first_rank=first_rank, first_host=first_host)
+    layout = Layout.parse(grid, notation)
+    dims = sum(letter in "RS" for letter in notation)
+    if dims != ndim:
+        raise ValueError(f"got the layout {notation!r} of {dims} dims for a shape of {ndim}; expected one S or R a dim")
+    return layout
+
+
+PEER = "1f1b, synchronous"
+UNITS = "times in forwards of a rank; activations in micro-batches of a rank"
+
+
+@app.command("pipeline")
+def pipeline(
+    stages: Annotated[int, typer.Option(help="How many stages.")],
+    microbatches: Annotated[int, typer.Option(help="How many micro-batches a step has.")],
+    schedule_name: Annotated[
+        str, typer.Option("--schedule", help="Which schedule is printed; all are compared.")
+    ] = "eager-1f1b",
+    ranks: Annotated[int | None, typer.Option(help="Fewer than stages, for interleaved-1f1b only.")] = None,
+    comm: Annotated[float, typer.Option(help="Seconds of a transfer, if a rank's forward takes 1.")] = 0.5,
+    backward: Annotated[float, typer.Option(help="Seconds of a backward, if a rank's forward takes 1.")] = 2.0,
+    summary: Annotated[bool, typer.Option("--summary", help="Only the comparison, not the grid.")] = False,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="Write the schedule here, for torch.distributed.pipelining.")
+    ] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Draw the timelines here.")] = None,
+) -> None:
+    """Plan a pipeline's step: the schedule's grid, and every schedule's time, bubble and memory.
+
+    Ranks have equal work; a transfer takes --comm of a rank's forward. interleaved-1f1b gets the same ranks and the
+    same work, cut into twice as many stages (or as many as --stages says, if it is the one that is printed).
+    """
+    from weft.pipeline import schedule
+    from weft.pipeline.schedules.generators import INTERLEAVED
+    from weft.pipeline.schedules.text import to_torch_csv
+    from weft.report import Column, Table
+    from weft.report.pipeline import pipeline_page
+    from weft.timeline.text import align_columns
+
+    chosen = schedule(schedule_name, stages=stages, microbatches=microbatches, ranks=ranks)
+    interleaved_stages = stages if schedule_name == INTERLEAVED else 2 * stages
+    found = simulate_all(
+        len(chosen.ranks), microbatches, comm=comm, backward=backward, interleaved_stages=interleaved_stages
+    )
+    if not summary:
+        typer.echo(f"{chosen}\n")
+    head, *rows = compare_schedules(found, chosen=schedule_name)
+    typer.echo(f"{align_columns([head, *rows])}\n{UNITS}; * is above")
+    if csv_file is not None:
+        csv_file.write_text(to_torch_csv(chosen), encoding="ascii")
+        typer.echo(f"wrote {csv_file}", err=True)
+    if html_file is not None:
+        title = f"{schedule_name}: {stages} stages, {microbatches} micro-batches, a transfer takes {comm:g} forwards"
+        order = sorted(found, key=lambda name: name != schedule_name)
+        columns = [Column(text, text, right=text != head[0]) for text in head]
+        table = Table("", columns, [dict(zip(head, row, strict=True)) for row in rows], [f"{UNITS}; * is drawn first"])
+        drawn = pipeline_page({name: found[name] for name in order}, title=title, table=table)
+        html_file.write_text(drawn, encoding="utf-8")
+        typer.echo(f"wrote {html_file}", err=True)
+
+
+def simulate_all(
+    ranks: int, microbatches: int, *, comm: float, backward: float, interleaved_stages: int
+) -> dict[str, Simulation]:
+    """Every schedule on the same ranks with the same work, and 1F1B that stops for its transfers."""
+    from weft.pipeline import SCHEDULES, Costs, Transfers, schedule
+    from weft.pipeline.schedules.generators import INTERLEAVED
+
+    def simulated(name: str, transfers: Transfers = Transfers.OVERLAPPED) -> Simulation:
+        stages = interleaved_stages if name == INTERLEAVED else ranks
+        part = ranks / stages  # of a rank's work, on average, is one stage's
+        costs = Costs.uniform(stages, forward=part, backward=backward * part, transfer=comm)
+        made = schedule(name, stages=stages, microbatches=microbatches, ranks=ranks)
+        return made.simulate(costs, transfers=transfers)
+
+    return {PEER: simulated("1f1b", Transfers.SYNCHRONOUS), **{name: simulated(name) for name in SCHEDULES}}
+
+
+def compare_schedules(found: dict[str, Simulation], *, chosen: str) -> list[list[str]]:
+    """The head of a table, and one row for each schedule."""
+    peer = found[PEER].seconds
+    rows = [["schedule", "step", "bound", "bubble", "speed", "peak activations of each rank"]]
+    for name, simulation in found.items():
+        part = len(simulation.schedule.ranks) / simulation.schedule.stages
+        peaks = " ".join(f"{peak * part:g}" for peak in simulation.schedule.peak_by_rank)
+        times = [f"{simulation.seconds:.2f}", f"{simulation.lower_bound:.2f}", f"{simulation.bubble:.1%}"]
+        rows.append([f"{name} *" if name == chosen else name, *times, f"{peer / simulation.seconds:.2f}x", peaks])
+    return rows

@@ -1,0 +1,5 @@
+"""What people run from a shell.
+
+embed/  texts in, embeddings out
+train/  a training run on tensor x pipeline x data parallel ranks
+"""

@@ -1,0 +1,278 @@
+"""One vector of the states of a text's tokens, and the layers behind it. No row depends on another.
+
+Texts to embeddings: tokenizer, packed model, pooling and what follows it, as a folder describes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.jobs.embed import recipe
+from weft.jobs.embed.job import folder_identity
+from weft.jobs.embed.recipe import Recipe
+from weft.kernels import PackedWeight, linear
+from weft.packed.batch import PackedBatch
+from weft.packed.models import pack
+
+
+def pool(batch: PackedBatch, pooling: recipe.Pooling, *, prompt: int = 0) -> Tensor:
+    """[B, modes * width] of values [T, width], without the first `prompt` tokens of each text where the pooling asks.
+
+    A text without tokens gives zeros.
+    """
+    skip = 0 if pooling.include_prompt else prompt
+    return torch.cat([_pool(batch, mode, skip) for mode in pooling.modes], dim=1)
+
+
+def _pool(batch: PackedBatch, mode: str, skip: int) -> Tensor:
+    if mode in ("cls", "lasttoken"):
+        return _pick(batch, mode, skip)
+    kept = batch.positions >= skip
+    hidden, positions = batch.values[kept], batch.positions[kept]
+    owner = torch.arange(batch.sequences).repeat_interleave(batch.lengths)[kept]
+    out = hidden.new_zeros(batch.sequences, hidden.shape[1])
+    if mode == "max":
+        return out.scatter_reduce_(0, owner[:, None].expand_as(hidden), hidden, "amax", include_self=False)
+    # A token's weight counts the prompt's tokens too: it is the token's place, not its place among those that are left.
+    weights = (positions + 1).float() if mode == "weightedmean" else torch.ones(len(positions))
+    total = torch.zeros(batch.sequences).index_add_(0, owner, weights).clamp_(min=1e-9)
+    sums = out.index_add_(0, owner, hidden * weights[:, None] if mode == "weightedmean" else hidden)
+    return sums / (total.sqrt() if mode == "mean_sqrt_len_tokens" else total)[:, None]
+
+
+def _pick(batch: PackedBatch, mode: str, skip: int) -> Tensor:
+    """The first token behind the prompt, or else the very first; or the last, or else zeros."""
+    starts, lengths = batch.cu_seqlens[:-1].long(), batch.lengths
+    beyond = lengths > skip
+    filled = lengths > 0 if mode == "cls" else beyond
+    at = starts + (beyond * skip if mode == "cls" else lengths - 1)
+    out = batch.values.new_zeros(batch.sequences, batch.values.shape[1])
+    out[filled] = batch.values[at[filled]]
+    return out
+
+
+class DenseLayer:
+    """sentence-transformers' Dense on [B, inputs], by the matmul whose rows do not depend on the batch."""
+
+    def __init__(self, dense: recipe.DenseRecipe) -> None:
+        weights = _weights(dense)
+        shapes: dict[str, tuple[int, ...]] = {"linear.weight": (dense.outputs, dense.inputs)}
+        if dense.bias:
+            shapes["linear.bias"] = (dense.outputs,)
+        if dense.residual and dense.inputs != dense.outputs:
+            shapes["residual.weight"] = (dense.outputs, dense.inputs)
+        found = {name: tuple(value.shape) for name, value in weights.items()}
+        if found != shapes:
+            raise ValueError(f"{dense.folder}: a Dense with weights {found}, expected {shapes}")
+        self._residual = dense.residual
+        self._weight = PackedWeight.from_dense(weights["linear.weight"])
+        self._bias = weights.get("linear.bias")
+        side = weights.get("residual.weight")
+        self._side = None if side is None else PackedWeight.from_dense(side)
+        self._activation: nn.Module = getattr(nn, dense.activation)()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = linear(x, self._weight, bias=self._bias)
+        if not isinstance(self._activation, nn.Identity) and len(y):
+            # Row by row: torch computes the last few elements of a tensor by other instructions than the rest.
+            y = torch.stack([self._activation(row) for row in y])
+        if self._residual:
+            y = y + (x if self._side is None else linear(x, self._side))
+        return y
+
+
+def _weights(dense: recipe.DenseRecipe) -> dict[str, Tensor]:
+    path: Path = dense.folder / "model.safetensors"
+    if path.exists():
+        weights: dict[str, Tensor] = load_file(path)
+    else:
+        weights = torch.load(dense.folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    return {name: value.float() for name, value in weights.items()}
+
+
+def normalize(x: Tensor) -> Tensor:
+    """Rows of length 1; zeros stay zeros."""
+    return F.normalize(x, dim=1)
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_UNREAD = ("pooler.", "embeddings.position_ids")  # of a model whose hidden states are all that is asked for
+_ENDLESS = 10**20  # tokenizers that know no limit give a number beyond this one
+
+
+class Encoder:
+    """A model that embeds texts, as SentenceTransformer(folder).encode does.
+
+    `folder` is what `save_pretrained` of transformers or sentence-transformers wrote. `max_length`, the tokens of a
+    text, and `prompt`, what is put before each (or `prompt_name`, one of the folder's), are the folder's unless given.
+    It computes in `dtype`, "float32" or "bfloat16"; by default in that of the weights, or in float32 if that is none
+    of these.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_length: int | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        try:
+            import transformers  # noqa: F401
+        except ImportError as error:
+            raise ImportError("weft embed needs transformers; pip install transformers") from error
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"got the dtype {dtype}, expected {' or '.join(DTYPES)}")
+        self.recipe = Recipe.of(folder)
+        self.prompt = self.recipe.prompt(prompt, prompt_name)
+        model = _load_model(self.recipe.transformer, dtype)
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        tokenizer = _load_tokenizer(self.recipe)
+        self.max_length = _length(tokenizer, model, self.recipe, max_length)
+        self._tokenizer = _backend(tokenizer, self.max_length, self.recipe.lower_case)
+        self._prompt_tokens = self._count_prompt(set(tokenizer.all_special_ids))
+        self._model = pack(model)
+        self._steps, self.width = _steps(self.recipe, model.config.hidden_size)
+
+    def identity(self) -> dict[str, Any]:
+        """What makes its embeddings these and no others: the content of the folder, and the options."""
+        options = {"prompt": self.prompt, "max_length": self.max_length, "dtype": self.dtype}
+        return {"model": folder_identity(self.recipe), **options}
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, prompt and special tokens included."""
+        prompted = [self.prompt + text for text in texts] if self.prompt else list(texts)
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(prompted)]
+
+    @torch.no_grad()
+    def embed(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        """float32 [texts, width]."""
+        lengths = torch.tensor([len(i) for i in ids], dtype=torch.int64)
+        tokens = torch.tensor([token for text in ids for token in text], dtype=torch.int64)
+        batch = PackedBatch.from_values(tokens, lengths)
+        if batch.tokens:
+            hidden = self._model(batch).last_hidden_state.float()
+        else:
+            hidden = torch.zeros(0, self._model.config.hidden_size)
+        row = pool(batch.with_values(hidden), self.recipe.pooling, prompt=self._prompt_tokens)
+        for step in self._steps:
+            row = step(row)
+        return row if self.recipe.truncate is None else row[:, : self.recipe.truncate]
+
+    def _count_prompt(self, special: set[int]) -> int:
+        """The tokens of the prompt alone, without the special one at its end."""
+        if not self.prompt:
+            return 0
+        ids = self._tokenizer.encode(self.prompt).ids
+        return len(ids) - (1 if ids and ids[-1] in special else 0)
+
+
+def _load_model(folder: Path, dtype: str | None) -> Any:
+    from transformers import AutoModel
+
+    options = {} if dtype is None else {"dtype": DTYPES[dtype]}
+    model, found = AutoModel.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
+    missing = sorted(name for name in found["missing_keys"] if not name.startswith(_UNREAD))
+    if missing:
+        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {named}; they would be random numbers")
+    if getattr(model.config, "is_causal", None) is False and model.config.model_type in ("llama", "gpt2"):
+        raise ValueError(f"{folder}: is_causal = False is not supported; a packed {type(model).__name__} is causal")
+    if model.dtype not in DTYPES.values():
+        model = model.float()
+    return model.eval()
+
+
+def _load_tokenizer(recipe: Recipe) -> Any:
+    from transformers import AutoTokenizer
+
+    options = {} if recipe.max_length is None else {"model_max_length": recipe.max_length}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.transformer, local_files_only=True, **options)
+    except Exception as error:  # tokenizers has no class of its own for its errors
+        raise ValueError(f"{recipe.transformer} has no tokenizer that transformers can read: {error}") from error
+    if not tokenizer.is_fast:
+        kind = type(tokenizer).__name__
+        raise ValueError(f"{recipe.transformer} has the tokenizer {kind}, which has no tokenizer.json; convert it")
+    if recipe.is_plain and getattr(tokenizer, "chat_template", None) is not None:
+        raise ValueError(
+            f"{recipe.transformer} has a chat template and no modules.json, so that a text could be embedded as it is "
+            f"or as a message; save the model with sentence-transformers, which says what is meant"
+        )
+    return tokenizer
+
+
+def _length(tokenizer: Any, model: nn.Module, recipe: Recipe, asked: int | None) -> int | None:
+    """Tokens of a text, special ones included; None for no limit. Raises where the model has fewer positions."""
+    has = _positions(model)
+    length = recipe.max_length if asked is None else asked
+    if length is None:
+        limits = [tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", -1), has]
+        limits = [int(limit) for limit in limits if limit is not None and 0 < limit < _ENDLESS]
+        return min(limits, default=None)
+    least = int(tokenizer.num_special_tokens_to_add(pair=False)) + 1
+    if length < least:
+        raise ValueError(f"got at most {length} tokens a text, expected at least {least}: special tokens are counted")
+    if has is not None and length > has:
+        raise ValueError(
+            f"got at most {length} tokens a text, but the model has {has} positions; pass --max-length {has}"
+        )
+    return int(length)
+
+
+def _positions(model: nn.Module) -> int | None:
+    """How many tokens of a text have a position; None where positions are computed and not looked up."""
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] in ("position_embeddings", "wpe") and isinstance(module, nn.Embedding):
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None
+
+
+def _backend(tokenizer: Any, max_length: int | None, lower_case: bool) -> Any:
+    """What the tokenizer computes with, set as its own call sets it; that call costs more than the work."""
+    from tokenizers import normalizers
+
+    several: Any = normalizers.Sequence
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    if max_length is None:
+        backend.no_truncation()
+    else:
+        backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
+    if lower_case:
+        has = backend.normalizer
+        given = list(has) if isinstance(has, several) else [] if has is None else [has]
+        if not any(isinstance(each, normalizers.Lowercase) for each in given):
+            backend.normalizer = several([normalizers.Lowercase(), *given])
+    if "token_type_ids" in tokenizer.model_input_names and any(backend.encode("a").type_ids):
+        raise ValueError(f"the tokenizer {type(tokenizer).__name__} gives a single text types other than 0")
+    return backend
+
+
+def _steps(recipe_: Recipe, width: int) -> tuple[list[Callable[[Tensor], Tensor]], int]:
+    """What follows pooling, and the width of a row behind it; widths that do not fit are refused."""
+    pooling = recipe_.pooling
+    if pooling.width not in (None, width):
+        raise ValueError(
+            f"{recipe_.transformer}: its Pooling is for tokens of width {pooling.width}, they have {width}"
+        )
+    width *= len(pooling.modes)
+    steps: list[Callable[[Tensor], Tensor]] = []
+    for step in recipe_.steps:
+        if isinstance(step, recipe.Normalize):
+            steps.append(normalize)
+            continue
+        if step.inputs != width:
+            raise ValueError(f"{step.folder}: a Dense for rows of width {step.inputs}, they have {width}")
+        steps.append(DenseLayer(step))
+        width = step.outputs
+    return steps, width if recipe_.truncate is None else min(width, recipe_.truncate)

@@ -1,0 +1,262 @@
+"""Texts from files and pipes, one at a time, so that a file may be larger than memory.
+
+A reader yields a `Text` for each record, and a `Bad` for each that cannot be read, with the number of its line (or of
+its row, in Parquet), from 1 on. What follows a bad record is read as usual.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+MAX_LINE_BYTES = 16 * 1024 * 1024
+_PARQUET_ROWS = 1024  # read at once
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """One text, the line it started on, and how many bytes of the input were read by then."""
+
+    line: int
+    text: str
+    bytes_read: int = 0
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that cannot be read, and why."""
+
+    line: int
+    reason: str
+
+
+Record = TextRecord | Bad
+FORMATS = ("txt", "jsonl", "csv", "parquet")
+
+
+def format_of(path: Path) -> str:
+    """The format that a file's name ends in."""
+    ending = path.suffix.lower().lstrip(".")
+    names = {"txt": "txt", "text": "txt", "jsonl": "jsonl", "ndjson": "jsonl", "csv": "csv", "parquet": "parquet"}
+    if ending not in names:
+        raise ValueError(f"got the input {path}, expected a name that ends in {', '.join(names)}; or pass --format")
+    return names[ending]
+
+
+def read(stream: IO[bytes], *, kind: str, column: str, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Record]:
+    """The records of a binary stream. `column` names the key or column of the text; plain text has none.
+
+    >>> import io
+    >>> list(read(io.BytesIO(b'{"text": "a"}\\n{"id": 1}'), kind="jsonl", column="text"))
+    [TextRecord(line=1, text='a', bytes_read=14), Bad(line=2, reason="no key 'text'; there are 'id'")]
+    """
+    if kind == "parquet":
+        return _parquet(stream, column)
+    lines = _lines(stream, max_line_bytes)
+    if kind == "txt":
+        return _txt(lines)
+    if kind == "jsonl":
+        return _jsonl(lines, column)
+    if kind == "csv":
+        return _csv(lines, column, max_line_bytes)
+    raise ValueError(f"got the format {kind!r}, expected one of {', '.join(FORMATS)}")
+
+
+@dataclass(frozen=True)
+class _Line:
+    number: int
+    data: bytes | None  # with its end; None: too long, and skipped
+    bytes_read: int
+    quotes: int = 0  # in a line that was skipped
+
+
+def _lines(stream: IO[bytes], limit: int) -> Iterator[_Line]:
+    """Lines with their ends. At most `limit` bytes of one are ever held."""
+    number = read_so_far = 0
+    while data := stream.readline(limit + 1):
+        number, read_so_far = number + 1, read_so_far + len(data)
+        if len(data) <= limit or data.endswith(b"\n"):
+            yield _Line(number, data, read_so_far)
+            continue
+        quotes = data.count(b'"')
+        while not data.endswith(b"\n") and (data := stream.readline(limit)):
+            read_so_far += len(data)
+            quotes += data.count(b'"')
+        yield _Line(number, None, read_so_far, quotes)
+
+
+def _decode(line: _Line) -> str | Bad:
+    if line.data is None:
+        return Bad(line.number, "the line is too long")
+    try:
+        return line.data.decode("utf-8-sig" if line.number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        return Bad(line.number, f"no UTF-8: byte {error.start + 1} of the line is 0x{line.data[error.start]:02x}")
+
+
+def _txt(lines: Iterable[_Line]) -> Iterator[Record]:
+    for line in lines:
+        text = _decode(line)
+        if isinstance(text, Bad):
+            yield text
+        else:
+            yield TextRecord(line.number, text.removesuffix("\n").removesuffix("\r"), line.bytes_read)
+
+
+def _jsonl(lines: Iterable[_Line], column: str) -> Iterator[Record]:
+    for line in lines:
+        text = _decode(line)
+        if isinstance(text, Bad):
+            yield text
+        elif text.strip():  # a blank line is no record
+            yield _json_record(line, text.rstrip("\r\n"), column)
+
+
+def _json_record(line: _Line, text: str, column: str) -> Record:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Bad(line.number, f"no JSON: {error}")
+    if isinstance(value, dict):
+        if column not in value:
+            return Bad(line.number, f"no key {column!r}; there are {', '.join(map(repr, list(value)[:8])) or 'none'}")
+        value = value[column]
+    return _text(line.number, value, line.bytes_read)
+
+
+def _text(number: int, value: Any, bytes_read: int) -> Record:
+    if not isinstance(value, str):
+        return Bad(number, f"the text is {type(value).__name__}, not a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return Bad(number, "the text holds half of a surrogate pair")
+    return TextRecord(number, value, bytes_read)
+
+
+def _csv(lines: Iterable[_Line], column: str, limit: int) -> Iterator[Record]:
+    source = _CsvLines(lines)
+    rows = csv.reader(source, strict=True)
+    header: list[str] | None = None
+    while True:
+        source.begin()
+        row, failure = _next_row(rows, limit)
+        if "field limit" in failure:
+            raise ValueError(
+                f"a quote is opened on line {source.first} of the input and not closed within {limit} bytes"
+            )
+        bad = source.bad or (Bad(source.first, f"no CSV: {failure}{source.extent}") if failure else None)
+        if header is None and bad is not None:
+            raise ValueError(f"the header of the input cannot be read: {bad.reason}")
+        if bad is not None:
+            yield bad
+        elif row is None:
+            return
+        elif header is None:
+            header = row
+            _check_column(column, header)
+        elif row:  # a blank line is no record
+            yield _csv_record(row, header, column, source)
+
+
+def _next_row(rows: Iterator[list[str]], limit: int) -> tuple[list[str] | None, str]:
+    """The next row, None at the end; or what is wrong with it. The module's own limit is lower, and global."""
+    before = csv.field_size_limit(limit)
+    try:
+        return next(rows, None), ""
+    except csv.Error as error:
+        return None, str(error)
+    finally:
+        csv.field_size_limit(before)
+
+
+def _check_column(column: str, names: list[str]) -> None:
+    if column not in names:
+        raise ValueError(f"the input has no column {column!r}; there are {', '.join(map(repr, names)) or 'none'}")
+    if names.count(column) > 1:
+        raise ValueError(f"the input has {names.count(column)} columns {column!r}; rename all but one")
+
+
+def _csv_record(row: list[str], header: list[str], column: str, source: _CsvLines) -> Record:
+    if len(row) != len(header):
+        return Bad(source.first, f"{len(row)} fields, expected {len(header)} as in the header{source.extent}")
+    return _text(source.first, row[header.index(column)], source.bytes_read)
+
+
+class _CsvLines:
+    """Feeds lines to csv.reader, and remembers where it is.
+
+    A line that cannot be read makes its whole record bad. The reader gets something in its place that opens and closes
+    the same quotes, so that it finds the end of the record.
+    """
+
+    def __init__(self, lines: Iterable[_Line]) -> None:
+        self._lines = iter(lines)
+        self.bytes_read = 0
+        self._last = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """The next line begins a record."""
+        self.first = 0  # the line on which the record began; 0 before its first line
+        self.bad: Bad | None = None
+
+    @property
+    def extent(self) -> str:
+        """For messages: how far the record goes."""
+        return "" if self._last == self.first else f", on lines {self.first} to {self._last}"
+
+    def __iter__(self) -> _CsvLines:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.bytes_read, self._last = line.bytes_read, line.number
+        self.first = self.first or line.number
+        text = _decode(line)
+        if isinstance(text, str):
+            return text
+        self.bad = self.bad or Bad(self.first, text.reason)
+        return '"' * (line.quotes % 2) + "\n" if line.data is None else line.data.decode(errors="replace")
+
+
+def _parquet(stream: IO[bytes], column: str) -> Iterator[Record]:
+    try:
+        arrow: Any = import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ImportError("reading Parquet needs pyarrow; pip install pyarrow") from error
+    if not stream.seekable():
+        raise ValueError(
+            "Parquet cannot be read from a pipe: its table of contents is at its end; give the file's name"
+        )
+    broken: type[Exception] = import_module("pyarrow").ArrowException
+    try:
+        file = arrow.ParquetFile(stream, pre_buffer=False)  # which would hold all that was ever read
+    except (broken, OSError) as error:
+        raise ValueError(f"the input is no Parquet file: {error}") from error
+    names = file.schema_arrow.names
+    _check_column(column, names)
+    # A name with a dot would be taken for a path into a struct: such a table is read as a whole.
+    columns = None if "." in column else [column]
+    at = names.index(column) if columns is None else 0
+    number = 0
+    try:
+        for group in range(file.num_row_groups):
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group], columns=columns):
+                for value in batch.column(at):
+                    number += 1
+                    yield _parquet_value(number, value)
+    except (broken, OSError) as error:
+        raise ValueError(f"the Parquet file is broken after row {number}: {error}") from error
+
+
+def _parquet_value(number: int, value: Any) -> Record:
+    try:
+        return _text(number, value.as_py(), 0)
+    except UnicodeDecodeError:
+        return Bad(number, "no UTF-8")

@@ -1,0 +1,236 @@
+"""Text as packed micro-batches of bytes: documents of different lengths end to end, and no padding.
+
+Micro-batch n of a run follows from the seed and n alone. So every rank makes the batches that it needs, a run that is
+resumed goes on with the data that come next, and the losses do not depend on how many ranks share the work.
+
+What a training run is: a frozen value that every rank gets.
+
+The ranks of a run as a mesh whose every group has the run's timeout.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm.deadline import TRAIN
+from weft.errors import LONGEST_SECONDS
+from weft.packed import PackedBatch
+
+END = 256
+VOCABULARY = 320
+"""Each byte is a token, and one more ends a document; the rest is there so that ranks share the words evenly."""
+IGNORED = -100
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """T tokens of some documents, and what each token must predict: the next one of its document, or -100."""
+
+    batch: PackedBatch
+    targets: Tensor
+
+    @property
+    def counted(self) -> int:
+        """How many tokens have something to predict."""
+        return int((self.targets != IGNORED).sum())
+
+    @property
+    def labels(self) -> Tensor:
+        """[T] as Hugging Face has them: the tokens themselves; a model shifts them."""
+        return self.batch.values
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Pieces of at most `context` tokens, from which micro-batches of `tokens` are drawn."""
+
+    pieces: tuple[bytes, ...]
+    context: int
+    tokens: int
+    seed: int = 0
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Tells texts apart, wherever their files are."""
+        found = hashlib.sha256()
+        for piece in self.pieces:
+            found.update(len(piece).to_bytes(8, "big") + piece)
+        return found.hexdigest()
+
+    @classmethod
+    def of(cls, documents: Sequence[bytes], *, context: int, tokens: int, seed: int = 0) -> Corpus:
+        """Cuts documents at line ends, so that each piece and its end fit into the context."""
+        if context < 2 or tokens < context:
+            raise ValueError(f"got a context of {context} and {tokens} tokens, expected 2 <= context <= tokens")
+        pieces = tuple(piece for document in documents for piece in cut(document, context - 1) if piece.strip())
+        if not pieces:
+            raise ValueError("the documents hold no text; expected at least one that is not empty")
+        return cls(pieces, context, tokens, seed)
+
+    def microbatch(self, number: int) -> MicroBatch:
+        """Micro-batch `number` of the run: exactly `tokens` tokens; the last piece ends where they are full.
+
+        >>> text = Corpus.of([b"one two", b"three"], context=16, tokens=20)
+        >>> first = text.microbatch(0)
+        >>> first.batch.tokens, first.targets.shape, torch.equal(first.targets, text.microbatch(0).targets)
+        (20, torch.Size([20]), True)
+        """
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        rows: list[Tensor] = []
+        left = self.tokens
+        while left:
+            piece = self.pieces[int(torch.randint(len(self.pieces), (1,), generator=generator))]
+            row = torch.tensor([*piece, END][:left])
+            rows.append(row)
+            left -= row.numel()
+        targets = [torch.cat([row[1:], row.new_full((1,), IGNORED)]) for row in rows]
+        return MicroBatch(PackedBatch.from_list(rows), torch.cat(targets))
+
+
+def cut(document: bytes, most: int) -> list[bytes]:
+    """Pieces of at most `most` bytes, each up to the last line end that fits, if there is one.
+
+    >>> cut(b"ab\\ncd\\nefghijkl", 7)
+    [b'ab\\ncd\\n', b'efghijk', b'l']
+    """
+    pieces = []
+    while len(document) > most:
+        end = document.rfind(b"\n", 0, most) + 1 or most
+        pieces.append(document[:end])
+        document = document[end:]
+    return [*pieces, document] if document else pieces
+
+
+def documents_of(files: Sequence[str | Path]) -> list[bytes]:
+    """The contents of files; without any, Python's own reference texts, which come with it."""
+    return [Path(file).read_bytes() for file in files] if files else list(_own_texts())
+
+
+@functools.cache
+def _own_texts() -> tuple[bytes, ...]:
+    """What `help()` prints on each topic: half a megabyte of English. Cached, as importing it takes a moment."""
+    from pydoc_data.topics import topics
+
+    return tuple(text.encode() for _, text in sorted(topics.items()))
+
+
+# name: layers, hidden, heads, key/value heads, MLP
+SIZES = {
+    "tiny": (4, 64, 4, 2, 176),
+    "mini": (4, 256, 8, 4, 704),
+    "small": (8, 512, 8, 4, 1408),
+    "base": (8, 1024, 16, 4, 2816),
+    "1b": (22, 2048, 32, 4, 5632),
+    "8b": (32, 4096, 32, 8, 14336),
+}
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """A run of `steps` steps, each of `microbatches` packed micro-batches of `tokens` tokens.
+
+    tp, pp, dp:    ranks that share a layer, stages of the pipeline, copies of the model; their product is all ranks
+    microbatches:  of a whole step; each copy takes its share, one stage after the other
+    context:       tokens of a document at most
+    data:          text files; Python's own reference texts without
+    init:          a folder with a Llama's safetensors to start from; random weights of `seed` without
+    checkpoint:    a directory that all ranks share, and no other run; saved every `every` steps and at the end, the
+                   `keep` newest kept
+    resume:        go on from the newest checkpoint, if there is one; `lr` is this job's, all else as it was
+    timeout:       seconds after which a rank gives another up
+    """
+
+    model: str = "tiny"
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    steps: int = 20
+    microbatches: int = 4
+    tokens: int = 512
+    context: int = 256
+    lr: float = 1e-3
+    seed: int = 0
+    schedule: str = "eager-1f1b"
+    overlap: str = "on"
+    data: tuple[str, ...] = ()
+    init: str = ""
+    checkpoint: str = ""
+    every: int = 10
+    keep: int = 2
+    resume: bool = False
+    timeout: float = TRAIN.seconds
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def check(self, ranks: int) -> None:
+        """Raises unless the job can run on so many ranks."""
+        if min(self.tp, self.pp, self.dp) < 1 or self.ranks != ranks:
+            raise ValueError(
+                f"tp {self.tp} x pp {self.pp} x dp {self.dp} is {self.ranks} ranks, and there are {ranks}; expected "
+                "the same: change one of them, or start another number of processes"
+            )
+        if self.microbatches > 0 and self.microbatches % self.dp:
+            raise ValueError(
+                f"{self.microbatches} micro-batches cannot be shared evenly by {self.dp} copies of the model"
+            )
+        if self.model not in SIZES:
+            raise ValueError(f"model is {self.model!r}, expected one of {', '.join(SIZES)}")
+        if self.steps < 0 or min(self.every, self.keep, self.microbatches) < 1:
+            raise ValueError(
+                f"steps is {self.steps}, every {self.every}, keep {self.keep} and microbatches {self.microbatches}; "
+                "expected at least 0 steps and at least 1 of the others"
+            )
+        if not (0 < self.lr < math.inf and 0 < self.timeout <= LONGEST_SECONDS):
+            raise ValueError(f"lr is {self.lr} and timeout {self.timeout}; expected numbers above 0")
+        if self.dp > 1 and self.pp > 1 and self.schedule in ("zero-bubble", "eager-1f1b+delay"):
+            raise ValueError(
+                f"schedule {self.schedule} runs a backward pass in two parts, which FSDP cannot follow; expected "
+                "another one with several copies, such as eager-1f1b"
+            )
+        if self.resume and not self.checkpoint:
+            raise ValueError("resume without a checkpoint directory; expected checkpoint=, where the run was saved")
+
+    def config(self) -> Any:
+        """The model's, a `LlamaConfig`; that of `init` where it is given."""
+        from transformers import LlamaConfig
+
+        if self.init:
+            return LlamaConfig.from_pretrained(self.init)
+        layers, hidden, heads, kv_heads, mlp = SIZES[self.model]
+        return LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=max(2048, self.context),
+            tie_word_embeddings=False, use_cache=False,
+        )  # fmt: skip
+
+
+AXES = ("pp", "dp", "tp")
+
+
+def make_mesh(shape: tuple[int, int, int], *, timeout: float) -> DeviceMesh:
+    """All ranks as stages x copies x ranks of a layer; neighbours share a layer, as they talk the most. Collective.
+
+    `init_device_mesh` would give the groups of its axes the default group's timeout, half an hour unless told.
+    """
+    ranks = torch.arange(dist.get_world_size()).reshape(shape)
+    own: list[Any] = []
+    for axis, size in enumerate(shape):
+        for row in ranks.movedim(axis, -1).reshape(-1, size).tolist():
+            group = dist.new_group(row, timeout=timedelta(seconds=timeout))
+            if dist.get_rank() in row:
+                own.append(group)
+    return DeviceMesh.from_group(own, "cpu", mesh=ranks, mesh_dim_names=AXES)

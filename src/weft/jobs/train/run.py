@@ -1,0 +1,184 @@
+"""The training loop: data, a step, the optimiser, a checkpoint now and then, and figures of every step.
+
+What each rank of a lab runs. The lab imports this module once and forks its ranks from there, so all that a run
+needs is imported here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers.models.llama import modeling_llama  # noqa: F401
+
+from weft.comm.tell import tell_all
+from weft.errors import WeftError
+from weft.jobs.train.figures import StepFigures, exposed_seconds
+from weft.jobs.train.job import Corpus, TrainJob, documents_of, make_mesh
+from weft.jobs.train.model import Staged, Whole, build
+from weft.lab import Rank
+from weft.parallel.files.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
+from weft.parallel.files.checkpoint_folder import Folder
+from weft.parallel.files.shards import together
+from weft.timeline import Timeline, record
+
+Report = Callable[[StepFigures], None]
+
+# What a model can be loaded without and computes something else with.
+_UNSEEN_IN_SHAPES = ("hidden_act", "rms_norm_eps", "rope_parameters", "num_attention_heads", "num_key_value_heads")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The figures of the steps that this call made, and the timeline of all ranks in the last of them."""
+
+    steps: tuple[StepFigures, ...]
+    timeline: Timeline
+
+    @property
+    def losses(self) -> list[float]:
+        return [figures.loss for figures in self.steps]
+
+
+def train(job: TrainJob, *, report: Report | None = None) -> Trained:
+    """Runs a job on all ranks of the default process group; every rank gets the same figures. Collective.
+
+    `report` is called on each rank after each step. Whatever ends one rank ends all, within the timeout; the last
+    checkpoint is whole then, and the same job with `resume=True` goes on to the losses that it would have had. A loss
+    that is not a number ends the run before it is saved.
+    """
+    job.check(dist.get_world_size())
+    text = Corpus.of(documents_of(job.data), context=job.context, tokens=job.tokens, seed=job.seed)
+    _agree(job, text)
+    mesh = make_mesh((job.pp, job.dp, job.tp), timeout=job.timeout)
+    with _folder_of(job), build(job, mesh) as model:
+        return _train(job, mesh, text, model, report)
+
+
+def _train(job: TrainJob, mesh: DeviceMesh, text: Corpus, model: Whole | Staged, report: Report | None) -> Trained:
+    optimizer = torch.optim.AdamW(model.module.parameters(), lr=job.lr)
+    first = _resume(job, text, model, optimizer)
+    found: list[StepFigures] = []
+    last = record.Trace()
+    for step in range(first, job.steps):
+        with record.trace(name=f"step {step + 1}") as last:  # noqa: F811  # where there is no step, it stays empty
+            found.append(_step(job, mesh, text, model, optimizer, step, last))
+        if job.checkpoint and ((step + 1) % job.every == 0 or step + 1 == job.steps):
+            save_checkpoint(
+                job.checkpoint, step + 1, model.module, optimizer, {"data": _data(job, text)},
+                keep=job.keep, timeout=job.timeout,
+            )  # fmt: skip
+        if report is not None:
+            report(found[-1])
+    world: Any = dist.group.WORLD
+    return Trained(tuple(found), last.gather(group=world))
+
+
+def _agree(job: TrainJob, text: Corpus) -> None:
+    """Raises where ranks were given different jobs, or see different texts; where their files are may differ."""
+    same = {name: value for name, value in asdict(job).items() if name not in ("data", "init", "checkpoint")}
+    said = tell_all("training job", {**same, "text": text.digest}, group=None, timeout=job.timeout)
+    for rank, theirs in enumerate(said):
+        differing = {name: (said[0][name], value) for name, value in theirs.items() if value != said[0][name]}
+        if differing:
+            texts = [f"{name} is {a!r} on rank 0 and {b!r} on rank {rank}" for name, (a, b) in differing.items()]
+            raise ValueError(f"{'; '.join(texts)}; expected one job, and the same texts, on all ranks")
+
+
+@contextmanager
+def _folder_of(job: TrainJob) -> Iterator[None]:
+    """The checkpoint directory for this run alone; refused on all ranks if another one has it, or had it."""
+    folder = Folder(Path(job.checkpoint)) if job.checkpoint else None
+    with ExitStack() as stack:
+        with together("claiming the checkpoint directory", group=None, timeout=job.timeout):
+            if folder is not None and dist.get_rank() == 0:
+                stack.enter_context(folder.claimed())
+                if not job.resume and folder.whole():
+                    raise ValueError(
+                        f"{folder.root} has {folder.whole()[-1].name} of an earlier run; expected an empty directory "
+                        "for a run from the start; go on with resume, or give another directory"
+                    )
+        yield
+
+
+def _step(
+    job: TrainJob,
+    mesh: DeviceMesh,
+    text: Corpus,
+    model: Whole | Staged,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    trace: record.Trace,
+) -> StepFigures:
+    micros = [text.microbatch(step * job.microbatches + i) for i in range(job.microbatches)]
+    total = sum(micro.counted for micro in micros)
+    stage, copy, place = mesh.get_coordinate() or (0, 0, 0)
+    share = job.microbatches // job.dp
+    start = time.perf_counter()
+    part = model.step(micros[copy * share : (copy + 1) * share], total)
+    is_sound = all(math.isfinite(_local(p.grad).sum()) for p in model.module.parameters() if p.grad is not None)
+    optimizer.step()
+    optimizer.zero_grad()
+    seconds = time.perf_counter() - start
+    tells = stage == job.pp - 1 and place == 0  # the ranks of a stage have the same loss
+    mine = [part if tells else 0.0, seconds, exposed_seconds(trace.timeline.events), is_sound]
+    said = tell_all("training step", mine, group=None, timeout=job.timeout)
+    loss, exposed = sum(row[0] for row in said), sum(row[2] for row in said) / len(said)
+    if not math.isfinite(loss) or not all(row[3] for row in said):
+        what = f"loss {loss}" if not math.isfinite(loss) else "gradients that are no numbers"
+        raise WeftError(
+            f"step {step + 1} has {what}, expected numbers; it was not saved: go on from the last checkpoint with a "
+            "smaller lr, or look at the data"
+        )
+    return StepFigures(step + 1, loss, job.microbatches * job.tokens, max(row[1] for row in said), exposed)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    part: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
+
+
+def _resume(job: TrainJob, text: Corpus, model: Whole | Staged, optimizer: torch.optim.Optimizer) -> int:
+    """Loads the newest checkpoint if the job says so; after how many steps to go on."""
+    if not job.resume or not has_checkpoint(job.checkpoint):
+        return 0
+    found = load_checkpoint(job.checkpoint, model.module, optimizer, timeout=job.timeout)
+    stored, mine = found.extra.get("data", {}), _data(job, text)
+    differing = {name: (stored[name], mine[name]) for name in mine.keys() & stored.keys() if stored[name] != mine[name]}
+    if differing or not stored:
+        texts = [f"{name} was {a!r} and is {b!r}" for name, (a, b) in sorted(differing.items())]
+        raise ValueError(
+            f"{found.path} is of another run: {'; '.join(texts) or 'it does not say which'}; expected the same, or the "
+            "run would see other data than it would have; use another checkpoint directory for another run"
+        )
+    for group in optimizer.param_groups:  # the checkpoint has that of the run which saved it
+        group["lr"] = job.lr
+    return found.step
+
+
+def _data(job: TrainJob, text: Corpus) -> dict[str, Any]:
+    """What the losses follow from, besides weights, the number of steps and the learning rate."""
+    config = job.config()
+    said = {name: getattr(job, name) for name in ("model", "seed", "tokens", "microbatches", "context")}
+    said |= {name: getattr(config, name, None) for name in _UNSEEN_IN_SHAPES}
+    return {**said, "text": text.digest}
+
+
+def train_on(rank: Rank, job: TrainJob) -> Trained:
+    """Runs a job on a rank; rank 0 prints the figures of each step."""
+
+    def report(figures: StepFigures) -> None:
+        if rank.rank == 0:
+            print(figures)
+
+    return train(job, report=report)

@@ -1,0 +1,329 @@
+"""What the launchers refuse. A kernel never checks, so nothing may pass here that would make it read out of bounds.
+
+The block sizes of each kernel: the first of a list is the default, the others are worth measuring on a GPU.
+
+A default depends on the type and the head width only, never on M, the batch or the tiles: block sizes choose the
+instructions, and so the bits. None has been timed on a GPU: the defaults are sizes that compile without spilling.
+
+Schedules and places on the device: made once, so that a launch copies nothing and can be captured in a graph.
+
+Where the elements of a matrix lie after they were stored in the order in which they travel.
+
+A matrix [M, N] is cut into pieces of `rows` x `cols`, the last ones smaller. The piece at (i, j) starts at
+starts[i, j] of a flat buffer, and its rows are strides[i, j] apart. Whole **tiles** travel for an all-reduce, row
+**subtiles** (tiles cut by rows into a part for each rank) for a reduce-scatter, single rows of tiles (**subtokens**),
+each to its own destination, for an all-to-all. A norm that reads through such a map undoes the order for free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from weft.kernels.tiles import TileOutput, TileSchedule, Tiling
+from weft.kernels.triton.signals import wait_kernel
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTERPRETED = not isinstance(wait_kernel, JITFunction)
+"""Whether Triton interprets its kernels, on the CPU: it decides that when it is imported."""
+
+
+def on_device(t: Tensor, name: str) -> None:
+    """Refuses tensors that the kernels cannot reach."""
+    wanted = "cpu" if INTERPRETED else "cuda"
+    if t.device.type != wanted:
+        raise ValueError(f"{name} must be on {wanted}, where these kernels run, got {t.device}")
+
+
+def dtype_of(t: Tensor, name: str) -> torch.dtype:
+    if t.dtype not in DTYPES:
+        raise ValueError(f"{name} must be float16, bfloat16 or float32, got {t.dtype}; convert with .float()")
+    return t.dtype
+
+
+def like(t: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Refuses another shape, type or device, and rows that are not contiguous."""
+    if tuple(t.shape) != tuple(shape) or t.dtype != dtype or t.device != device:
+        raise ValueError(
+            f"{name} must be {dtype} of shape {list(shape)} on {device}, got {t.dtype} {list(t.shape)} on {t.device}"
+        )
+    if t.dim() and t.stride(-1) != 1 and t.shape[-1] > 1:
+        raise ValueError(f"the last dim of {name} must be contiguous, got strides {t.stride()}; call .contiguous()")
+
+
+def counters(t: Tensor, name: str, at_least: int, device: torch.device, dtype: torch.dtype = torch.int32) -> None:
+    if t.dtype != dtype or t.dim() != 1 or not t.is_contiguous() or t.device != device:
+        raise ValueError(
+            f"{name} must be a flat contiguous {dtype} tensor on {device}, got {t.dtype} {list(t.shape)} on {t.device}"
+        )
+    if t.numel() < at_least:
+        raise ValueError(f"{name} needs at least {at_least} counters, got {t.numel()}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Block sizes by their names in the kernel, and how many warps and pipeline stages a block gets.
+
+    >>> Config((("BLOCK_M", 128), ("BLOCK_N", 64)), warps=4).name
+    '128x64 w4'
+    """
+
+    blocks: tuple[tuple[str, int], ...]
+    warps: int = 4
+    stages: int = 1
+
+    @property
+    def name(self) -> str:
+        sizes = "x".join(str(size) for _, size in self.blocks)
+        return f"{sizes} w{self.warps}" + (f" s{self.stages}" if self.stages > 1 else "")
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """The keyword arguments of a launch."""
+        return {**dict(self.blocks), "num_warps": self.warps, "num_stages": self.stages}
+
+
+def _matmul(m: int, n: int, k: int, warps: int, stages: int) -> Config:
+    return Config((("BLOCK_M", m), ("BLOCK_N", n), ("BLOCK_K", k)), warps, stages)
+
+
+_HALF_MATMUL = (
+    _matmul(128, 128, 64, 8, 3), _matmul(128, 256, 64, 8, 3), _matmul(64, 128, 64, 4, 3), _matmul(64, 64, 64, 4, 4),
+)  # fmt: skip
+MATMUL = {
+    torch.float16: _HALF_MATMUL,
+    torch.bfloat16: _HALF_MATMUL,
+    torch.float32: (_matmul(64, 64, 16, 8, 2), _matmul(32, 64, 32, 4, 2)),
+}
+
+
+def _attention(m: int, n: int, warps: int, stages: int) -> Config:
+    return Config((("BLOCK_M", m), ("BLOCK_N", n)), warps, stages)
+
+
+def attention_forward(dtype: torch.dtype, width: int) -> tuple[Config, ...]:
+    """For head widths up to `width`, a power of two from 16 to 256."""
+    if dtype == torch.float32:
+        return (_attention(16, 16 if width > 128 else 32, 8 if width == 128 else 4, 1),)
+    if width <= 64:
+        return _attention(64, 64, 4, 2), _attention(128, 64, 8, 2)
+    if width <= 128:
+        return _attention(64, 64, 8, 2), _attention(128, 64, 8, 2)
+    return (_attention(64, 32, 8, 1),)
+
+
+def attention_grad_q(dtype: torch.dtype, width: int) -> tuple[Config, ...]:
+    """For the pass over keys."""
+    if dtype == torch.float32:
+        return (_attention(16, 32, 8, 1),) if width <= 64 else (_attention(16, 16, 8, 1),)
+    if width <= 64:
+        return _attention(64, 32, 4, 1), _attention(64, 64, 8, 1)
+    return (_attention(32, 32, 8, 1),)
+
+
+def attention_grad_kv(dtype: torch.dtype, width: int) -> tuple[Config, ...]:
+    """For the pass over queries."""
+    if dtype == torch.float32:
+        if width <= 64:
+            return (_attention(16, 32, 8, 1),)
+        return (_attention(16, 16, 16 if width <= 128 else 8, 1),)
+    if width <= 64:
+        return _attention(64, 32, 4, 1), _attention(64, 64, 8, 1)
+    return (_attention(32, 32, 4 if width <= 128 else 8, 1),)
+
+
+def rows(width: int) -> Config:
+    """For kernels that hold a whole row of up to `width` elements, a power of two."""
+    return Config((("BLOCK", width),), warps=min(max(width // 512, 1), 16))
+
+
+STRIP = Config((("BLOCK", 1024),), warps=4)
+"""For kernels that take a row in strips."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSchedule:
+    """The tables of a `TileSchedule` on a device: the order of the tiles, and the group of each.
+
+    >>> tiling = Tiling(m=4, n=64, tile_m=4, tile_n=32)
+    >>> DeviceSchedule.of(TileSchedule(tiling, order=[1, 0]), "cpu").order
+    tensor([1, 0], dtype=torch.int32)
+    """
+
+    tiling: Tiling
+    order: Tensor
+    group_of: Tensor
+    groups: int
+
+    @classmethod
+    def of(cls, schedule: TileSchedule | DeviceSchedule, device: torch.device | str) -> DeviceSchedule:
+        if isinstance(schedule, DeviceSchedule):
+            return schedule
+        tables = schedule.order_table.to(device), schedule.group_table.to(device)
+        return cls(schedule.tiling, *tables, schedule.groups)
+
+
+@dataclass(frozen=True, eq=False)
+class DevicePlaces:
+    """Where each tile goes: the address of its first element and the distance of its rows, int64 [tiles] each.
+
+    The addresses may be a peer's, as symmetric memory maps them. `keep` is whatever must stay alive meanwhile.
+    """
+
+    tiling: Tiling
+    addresses: Tensor
+    strides: Tensor
+    dtype: torch.dtype
+    keep: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, out: TileOutput | DevicePlaces, device: torch.device | str) -> DevicePlaces:
+        if isinstance(out, DevicePlaces):
+            return out
+        dtype = out.places[0].dtype if out.places else torch.float32
+        return cls(out.tiling, out.addresses.to(device), out.strides.to(device), dtype, out.places)
+
+    @classmethod
+    def by_owner(
+        cls,
+        tiling: Tiling,
+        bounds: Sequence[int],
+        starts: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> DevicePlaces:
+        """Rows [bounds[p], bounds[p + 1]) of the output belong to rank p, whose buffer for them is at starts[p].
+
+        The buffers are [rows of p, N], row by row. A tile may not lie across two owners.
+
+        >>> places = DevicePlaces.by_owner(Tiling(4, 32, 2, 32), [0, 2, 4], [1000, 2000], torch.float32, "cpu")
+        >>> places.addresses.tolist()
+        [1000, 2000]
+        """
+        addresses = []
+        for tile in range(tiling.count):
+            m0, m1, n0, _ = tiling.box(tile)
+            owner = next(p for p in range(len(starts)) if bounds[p] <= m0 < bounds[p + 1])
+            if m1 > bounds[owner + 1]:
+                raise ValueError(
+                    f"rows {m0} to {m1} of tile {tile} belong to two ranks, bounds are {[*bounds]}; "
+                    f"choose a tile_m that divides every rank's rows, got {tiling.tile_m}"
+                )
+            addresses.append(starts[owner] + ((m0 - bounds[owner]) * tiling.n + n0) * dtype.itemsize)
+        table = torch.tensor(addresses, dtype=torch.int64, device=device)
+        return cls(tiling, table, torch.full_like(table, tiling.n), dtype)
+
+
+def owners_first(tiling: Tiling, bounds: Sequence[int], rank: int) -> list[int]:
+    """The tiles in the order of their owners rank + 1, rank + 2, ..., rank: so no two ranks write to one peer at once.
+
+    >>> owners_first(Tiling(4, 64, 1, 32), [0, 2, 4], rank=0)
+    [4, 5, 6, 7, 0, 1, 2, 3]
+    """
+    ranks = len(bounds) - 1
+    turn = {(rank + 1 + i) % ranks: i for i in range(ranks)}
+
+    def key(tile: int) -> tuple[int, int]:
+        m0 = tiling.box(tile)[0]
+        return turn[next(p for p in range(ranks) if bounds[p] <= m0 < bounds[p + 1])], tile
+
+    return sorted(range(tiling.count), key=key)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """The map: `starts` and `strides` are int64 [row pieces, column pieces] on the device that reads them.
+
+    `elements` is how long the flat buffer must be at least.
+    """
+
+    m: int
+    n: int
+    rows: int
+    cols: int
+    starts: Tensor
+    strides: Tensor
+    elements: int
+
+    def to(self, device: torch.device | str) -> Order:
+        return Order(
+            self.m, self.n, self.rows, self.cols, self.starts.to(device), self.strides.to(device), self.elements
+        )
+
+    @classmethod
+    def of_blocks(cls, tiling: Tiling, blocks: Iterable[tuple[int, int, int, int, int]]) -> Order:
+        """Rectangles (m0, m1, n0, n1, at) of whole tiles, the elements of each end to end from `at` on.
+
+        >>> Order.of_blocks(Tiling(2, 64, 2, 32), [(0, 2, 32, 64, 0), (0, 2, 0, 32, 64)]).starts.tolist()
+        [[64, 0]]
+        """
+        starts = torch.full((tiling.rows, tiling.cols), -1, dtype=torch.int64)
+        strides, end = torch.zeros_like(starts), 0
+        for m0, m1, n0, n1, at in blocks:
+            end = max(end, at + (m1 - m0) * (n1 - n0))
+            for i in range(m0 // tiling.tile_m, -(-m1 // tiling.tile_m)):
+                for j in range(n0 // tiling.tile_n, -(-n1 // tiling.tile_n)):
+                    starts[i, j] = at + (i * tiling.tile_m - m0) * (n1 - n0) + j * tiling.tile_n - n0
+                    strides[i, j] = n1 - n0
+        if bool((starts < 0).any()):
+            raise ValueError(f"the blocks must cover every tile of {tiling}; {int((starts < 0).sum())} are in none")
+        return cls(tiling.m, tiling.n, tiling.tile_m, tiling.tile_n, starts, strides, end)
+
+    @classmethod
+    def of_tiles(cls, tiling: Tiling, order: Sequence[int]) -> Order:
+        """Whole tiles end to end, in the order in which they are sent.
+
+        >>> Order.of_tiles(Tiling(4, 32, 2, 32), [1, 0]).starts.tolist()
+        [[64], [0]]
+        """
+        return _end_to_end(tiling, tiling.tile_m, [tiling.box(tile) for tile in order])
+
+    @classmethod
+    def of_subtiles(cls, tiling: Tiling, groups: Sequence[Sequence[int]], parts: int) -> Order:
+        """For each group of tiles: part 0 of every tile, then part 1 of every tile, ...; so a part is one message.
+
+        >>> Order.of_subtiles(Tiling(4, 64, 4, 32), [[0, 1]], parts=2).starts.tolist()
+        [[0, 64], [128, 192]]
+        """
+        if tiling.tile_m % parts or tiling.m % tiling.tile_m:
+            raise ValueError(
+                f"{parts} parts must divide tile_m and tile_m the rows, got tile_m {tiling.tile_m} and {tiling.m} rows"
+            )
+        height, boxes = tiling.tile_m // parts, []
+        for group in groups:
+            for part in range(parts):
+                for tile in group:
+                    m0, _, n0, n1 = tiling.box(tile)
+                    boxes.append((m0 + part * height, m0 + (part + 1) * height, n0, n1))
+        return _end_to_end(tiling, height, boxes)
+
+    @classmethod
+    def of_subtokens(cls, tiling: Tiling, groups: Sequence[Sequence[int]], destinations: Sequence[int]) -> Order:
+        """For each group of tiles and each destination: the rows that go there, tile by tile.
+
+        >>> Order.of_subtokens(Tiling(2, 64, 2, 32), [[0, 1]], destinations=[1, 0]).starts.tolist()
+        [[64, 96], [0, 32]]
+        """
+        if len(destinations) != tiling.m:
+            raise ValueError(f"destinations must name a rank for each of the {tiling.m} rows, got {len(destinations)}")
+        boxes = []
+        for group in groups:
+            for destination in sorted(set(destinations)):
+                for m0, m1, n0, n1 in (tiling.box(tile) for tile in group):
+                    boxes += [(row, row + 1, n0, n1) for row in range(m0, m1) if destinations[row] == destination]
+        return _end_to_end(tiling, 1, boxes)
+
+
+def _end_to_end(tiling: Tiling, rows: int, boxes: Iterable[tuple[int, int, int, int]]) -> Order:
+    starts = torch.full((-(-tiling.m // rows), tiling.cols), -1, dtype=torch.int64)
+    strides, at = torch.zeros_like(starts), 0
+    for m0, m1, n0, n1 in boxes:
+        starts[m0 // rows, n0 // tiling.tile_n], strides[m0 // rows, n0 // tiling.tile_n] = at, n1 - n0
+        at += (m1 - m0) * (n1 - n0)
+    if at != tiling.m * tiling.n or bool((starts < 0).any()):
+        raise ValueError(f"the order must name every tile of {tiling} once; it stores {at} elements")
+    return Order(tiling.m, tiling.n, rows, tiling.tile_n, starts, strides, at)

@@ -1,0 +1,311 @@
+"""The four ops as users call them.
+
+    P ranks; rank r holds what has an r. Shards follow torch.chunk: sizes may be uneven, and some empty.
+
+    all_gather_matmul       x_r [m_r, K], w_r [N_r, K], b_r [N_r]       -> y_r [M, N_r]
+        forward   y_r = X w_r^T + b_r           X = all_gather(x)  [M, K]
+        dgrad     dx = reduce_scatter(dy_r w_r)                          a matmul_reduce_scatter
+        wgrad     dw_r = dy_r^T X,  db_r = sum of rows of dy_r           while dx travels
+
+    matmul_reduce_scatter   x_r [M, K_r], w_r [N, K_r], b [N]           -> y_r [m_r, N]
+        forward   y = reduce_scatter(x_r w_r^T) + b
+        dgrad     dx_r = DY w_r                 DY = all_gather(dy)      an all_gather_matmul
+        wgrad     dw_r = DY^T x_r,  db = sum of rows of dy_r             the share of this rank's rows
+
+    matmul_all_reduce       x_r [M, K_r], w_r [N, K_r], b [N]           -> y [M, N], the same on all ranks
+        forward   y = all_reduce(x_r w_r^T) + b
+        dgrad     dx_r = dy w_r                 dy is the same on all ranks, so nothing travels
+        wgrad     dw_r = dy^T x_r,  db = sum of rows of dy
+
+    matmul_all_to_all       x_r [M_r, K], w_r [N, K], b_r [N], destinations [M_r]   -> y_r [R_r, N]
+        forward   row i of x_r w_r^T + b_r goes to rank destinations[i]; rows arrive by source rank, then in order
+        dgrad     dx_r = DZ w_r                 DZ = the rows of dy, back where they came from  [M_r, N]
+        wgrad     dw_r = DZ^T x_r,  db_r = sum of rows of DZ
+
+Partial results are added in one order whatever the plan: ranks in order inside a host, then hosts in order. So all
+plans give the same bits on a CPU. float32 and bfloat16, and float16 on a GPU. `docs/gpu.md` says what differs there.
+Calls on a group are collective and come in the same order on all ranks. Each ends within the group's timeout.
+
+`plan_overlap`: the plan for a matmul, on a group that exists or on a cluster that is only declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from weft._torch import dispatches_to_python
+from weft.comm.deadline import Deadline, timeout_of
+from weft.comm.tags import Line, turn
+from weft.kernels import PackedWeight
+from weft.kernels.dispatch import dtypes_on, is_plain, is_supported
+from weft.layout.mesh import DeclaredCluster
+from weft.overlap import ops
+from weft.overlap.executor.calls import check_plan
+from weft.overlap.executor.context import context_of
+from weft.overlap.plan import Op, OverlapPlan
+from weft.overlap.predict import Curves
+from weft.overlap.search import choose_plan
+from weft.overlap.torch_modes import cast_inputs
+
+Weight = Tensor | PackedWeight
+
+
+@cast_inputs
+def all_gather_matmul(
+    x_shard: Tensor,
+    w: Weight,
+    *,
+    group: ProcessGroup,
+    bias: Tensor | None = None,
+    m: int | None = None,
+    plan: OverlapPlan | str | None = None,
+) -> Tensor:
+    """y = all_gather(x_shard) w^T + bias: x_shard [m_r, K], w [N, K], bias [N] -> [M, N].
+
+    `m` is M, all rows together; without it every rank has as many as this one. Tiles of y start as their rows arrive.
+    """
+    _check_group(group)
+    weight, packed, n, k, isa = _weight(w)
+    _check("x_shard", x_shard, k, weight if packed is None else packed, bias, n)
+    total = x_shard.shape[0] * group.size() if m is None else m
+    _check_shard(x_shard.shape[0], total, group)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_shard, weight))
+    plain = _is_plain(x_shard, weight, bias)
+    op = ops.run_all_gather_matmul if plain else ops.all_gather_matmul
+    dense, text = _untrained(weight) if plain else weight, _text(plan, Op.ALL_GATHER, x_shard)
+    y: Tensor = op(x_shard, dense, packed, bias, total, n, isa, group.group_name, text, keep)[0]
+    return y
+
+
+@cast_inputs
+def matmul_reduce_scatter(
+    x: Tensor,
+    w_shard: Weight,
+    *,
+    group: ProcessGroup,
+    bias: Tensor | None = None,
+    plan: OverlapPlan | str | None = None,
+) -> Tensor:
+    """y = reduce_scatter(x w_shard^T) + bias: x [M, K_r], w_shard [N, K_r], bias [N] -> [m_r, N].
+
+    Blocks of the product are sent to the owners of their rows while the next ones are computed.
+    """
+    return _reduce(Op.REDUCE_SCATTER, x, w_shard, group, bias, plan)
+
+
+@cast_inputs
+def matmul_all_reduce(
+    x: Tensor,
+    w_shard: Weight,
+    *,
+    group: ProcessGroup,
+    bias: Tensor | None = None,
+    plan: OverlapPlan | str | None = None,
+) -> Tensor:
+    """y = all_reduce(x w_shard^T) + bias: x [M, K_r], w_shard [N, K_r], bias [N] -> [M, N], the same on all ranks.
+
+    The gradient of y must be the same on all ranks, too, as it is in tensor parallelism.
+    """
+    return _reduce(Op.ALL_REDUCE, x, w_shard, group, bias, plan)
+
+
+@cast_inputs
+def matmul_all_to_all(
+    x: Tensor,
+    w: Weight,
+    destinations: Tensor,
+    *,
+    group: ProcessGroup,
+    bias: Tensor | None = None,
+    rows: int | None = None,
+    plan: OverlapPlan | str | None = None,
+) -> Tensor:
+    """Row i of x w^T + bias goes to rank destinations[i]: x [M, K], w [N, K], destinations int64 [M] -> [R, N].
+
+    The rows that come to this rank are ordered by source rank, then as they are there. `rows` is R where it is known:
+    a compiled graph then has no size that depends on data.
+    """
+    _check_group(group)
+    weight, packed, n, k, isa = _weight(w)
+    _check("x", x, k, weight if packed is None else packed, bias, n)
+    if destinations.shape != x.shape[:1] or destinations.dtype != torch.int64:
+        raise ValueError(
+            f"destinations is {destinations.dtype} {list(destinations.shape)}, expected int64 [{x.shape[0]}]: "
+            "a rank for each row of x"
+        )
+    if not torch.compiler.is_compiling() and destinations.numel():
+        low, high = int(destinations.min()), int(destinations.max())
+        if low < 0 or high >= group.size():
+            raise ValueError(f"destinations are {low} to {high}, expected ranks of the group, 0 to {group.size() - 1}")
+    promised = -1 if rows is None else rows
+    plain = _is_plain(x, weight, bias, destinations)
+    op = ops.run_matmul_all_to_all if plain else ops.matmul_all_to_all
+    dense, text = _untrained(weight) if plain else weight, _text(plan, Op.ALL_TO_ALL, x)
+    y: Tensor = op(x, dense, packed, bias, destinations, promised, n, isa, group.group_name, text)[0]
+    return y
+
+
+def _reduce(
+    op: Op, x: Tensor, w: Weight, group: ProcessGroup, bias: Tensor | None, plan: OverlapPlan | str | None
+) -> Tensor:
+    _check_group(group)
+    weight, packed, n, k, isa = _weight(w)
+    _check("x", x, k, weight if packed is None else packed, bias, n)
+    plain = _is_plain(x, weight, bias)
+    run = ops.run_matmul_reduce if plain else ops.matmul_reduce
+    dense, text = _untrained(weight) if plain else weight, _text(plan, op, x)
+    y: Tensor = run(x, dense, packed, bias, op.value, n, isa, group.group_name, text)
+    return y
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    plain = is_plain(*tensors)
+    if not plain and not torch.compiler.is_compiling() and dispatches_to_python():
+        from weft.overlap.torch_modes import tell_counters  # of no use to anybody else
+
+        tell_counters()
+    return plain
+
+
+def _check_group(group: object) -> None:
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(
+            f"group is a {type(group).__name__}, expected a process group that this rank is in, such as "
+            "torch.distributed.group.WORLD or mesh.get_group()"
+        )
+
+
+def _untrained(weight: Tensor | None) -> Tensor | None:
+    """The weight as one that no gradient flows to in this call, so that its packed form is kept."""
+    return None if weight is None else weight.detach()
+
+
+def _text(plan: OverlapPlan | str | None, op: Op, x: Tensor) -> str:
+    """A plan as text; what can be seen to be wrong with it is told before this rank waits for any other."""
+    if plan is None:
+        return ""
+    text = str(plan)
+    if not torch.compiler.is_compiling():
+        check_plan(text, op, x.dtype)
+    return text
+
+
+def _weight(w: Weight) -> tuple[Tensor | None, Tensor | None, int, int, str]:
+    """(dense, packed, N, K, instruction set): dense where there is one, packed where the caller did that."""
+    if isinstance(w, PackedWeight):
+        return w.checked_source(), w.data, w.n, w.k, w.isa
+    if w.dim() != 2:
+        raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
+    return w, None, w.shape[0], w.shape[1], ""
+
+
+def _check(name: str, x: Tensor, k: int, weight: Tensor | None, bias: Tensor | None, n: int) -> None:
+    assert weight is not None
+    if x.dim() != 2 or x.shape[1] != k:
+        raise ValueError(f"{name} has shape {list(x.shape)}, expected [M, {k}] for a weight [{n}, {k}]; flatten it")
+    if x.dtype != weight.dtype or not is_supported(x.device.type, x.dtype):
+        types = dtypes_on(x.device.type) or f"a device with kernels, not {x.device.type}"
+        raise ValueError(f"{name} is {x.dtype} and the weight {weight.dtype}, expected {types}, both alike")
+    if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype):
+        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, expected {x.dtype} [{n}] like the weight's rows")
+
+
+def _check_shard(rows: int, total: int, group: ProcessGroup) -> None:
+    size, rank = group.size(), group.rank()
+    step = -(-total // size)
+    expected = min(step, max(0, total - rank * step))
+    if rows != expected:
+        raise ValueError(
+            f"x_shard has {rows} rows, expected {expected}: rank {rank}'s part of m={total} rows after torch.chunk "
+            f"over {size} ranks; give m=, the number of all rows"
+        )
+
+
+def plan_overlap(
+    op: Op | str,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    group: ProcessGroup | None = None,
+    cluster: DeclaredCluster | None = None,
+    devices: int = 1,
+    flops: float | None = None,
+) -> OverlapPlan:
+    """The best plan for [m, k] x [n, k]^T on each rank: of a `group`, or of `devices` ranks a host of a `cluster`.
+
+    m counts all rows (for all-to-all, those of one rank); n and k are what one rank computes with.
+
+    With `group`, all ranks call it: they get the plan that a call of this shape follows, tuned or predicted from
+    measured curves. With `cluster` nothing runs and nobody is asked: the prediction is from the declared rates of the
+    cards and `flops`, the flops a second of one rank's matmul.
+
+    >>> two = DeclaredCluster.uniform(2, gbps=1.0)
+    >>> plan = plan_overlap("matmul_reduce_scatter", 2048, 3072, 768, cluster=two, flops=8e10)
+    >>> plan.sequential, plan.hosts
+    (False, (0, 1))
+    """
+    name = str(dtype).removeprefix("torch.")
+    if (group is None) == (cluster is None):
+        raise ValueError(f"got group={group} and cluster={cluster}, expected one of them: who will compute?")
+    if group is not None:
+        return _of_group(Op(op), m, n, k, name, group)
+    assert cluster is not None
+    if devices < 1 or flops is None or not flops > 0:
+        raise ValueError(
+            f"got devices={devices} and flops={flops}, expected devices of each host, at least 1, and flops a second "
+            "of one rank's matmul, such as flops=8e10; `weft bench gemm` measures it"
+        )
+    hosts = tuple(host for host in range(cluster.hosts) for _ in range(devices))
+    return choose_plan(op, m, n, k, dtype=name, hosts=hosts, curves=Curves.of_cluster(cluster, flops=flops))
+
+
+class Planning:
+    """Planning on a group, beside the calls that other threads make: a context of its own, and messages of its own.
+
+    The plans are those of the group's calls.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.planner = context_of(group).planner
+        self.context = context_of(group, Line.PLANNING)
+        self.wire = self.context.group
+
+    @classmethod
+    @contextmanager
+    def on(cls, group: ProcessGroup, what: str) -> Iterator[Planning]:
+        """Collective: all ranks are here with the same `what`. Threads of a rank plan one after the other."""
+        with turn(group, "planning", Deadline.after(timeout_of(group))):
+            planning = cls(group)
+            planning.wire.agree("planning", what)
+            yield planning
+
+
+def _of_group(op: Op, m: int, n: int, k: int, dtype: str, group: ProcessGroup) -> OverlapPlan:
+    blank = OverlapPlan(op, m, n, k, dtype, context_of(group).hosts)
+    with Planning.on(group, f"plan_overlap {blank.shared_text()}") as planning:
+        planner, wire = planning.planner, planning.wire
+        # A call of another thread may just have made one, here and not yet elsewhere: rank 0's counts.
+        known = planner.known(op, m, n, k, dtype)
+        told = wire.tell("the plan that is known", str(known or ""))[0]
+        if not told:
+            return planner.make(op, m, n, k, dtype, group=wire)
+        planner.use(OverlapPlan.parse(told))
+        found = planner.known(op, m, n, k, dtype)
+        assert found is not None
+        return found
+
+
+def curves_of(group: ProcessGroup) -> Curves:
+    """The measured curves of a group, for `plan.simulate(curves)`. Collective; measured once.
+
+    A trace judges calls by them: where every call is given its plan, nothing else measures them.
+    """
+    with Planning.on(group, "curves") as planning:
+        return planning.planner.curves(planning.wire)

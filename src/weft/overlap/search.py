@@ -1,0 +1,223 @@
+"""Better than the recurrence: the plans that it proposes, simulated, and the best of them improved step by step.
+
+The recurrence sees one host's card and knows no second step; a simulation runs the programs of all ranks. It also costs
+a thousand times as much, so that it judges a few dozen plans: the best proposals, then the neighbours of the best one
+(a border moved, two groups merged, a group halved) as long as one of them is better.
+
+From shapes and curves to a plan. Pure: no group, no device, no environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from weft.overlap.blocks import Axis, Topology
+from weft.overlap.plan import Op, OverlapPlan, Transport
+from weft.overlap.predict import Curves, best_groups, bound, partitions, predict, work_of
+from weft.overlap.simulate import simulate
+
+# Simulations for one plan; each takes a few milliseconds for 4 ranks, and grows with their number.
+TRIES = 64
+_FEW_UNITS = 4
+_EVEN = (1, 2, 4, 8, 16)
+_BETTER = 0.999
+
+
+def simulated_seconds(plan: OverlapPlan, curves: Curves) -> float:
+    """What a simulation says of a plan, with what a call costs besides; overlap takes a second thread."""
+    overhead = curves.call_overhead + (0.0 if plan.sequential else curves.handover)
+    return overhead + simulate(plan, curves).seconds
+
+
+def refine(proposals: Sequence[tuple[OverlapPlan, int]], curves: Curves) -> list[tuple[float, OverlapPlan]]:
+    """Plans with their seconds, the best first. A proposal comes with the number of its units, best proposals first."""
+    if not proposals:
+        return []
+    tries = max(8, TRIES * 4 // max(4, proposals[0][0].size))
+    judged: dict[OverlapPlan, float] = {}
+
+    def judge(plan: OverlapPlan) -> float:
+        if plan not in judged:
+            judged[plan] = simulated_seconds(plan, curves)
+        return judged[plan]
+
+    for plan in _openings(proposals):
+        if len(judged) >= tries * 2 // 3:
+            break
+        judge(plan)
+    best = min(judged, key=judged.__getitem__)
+    units = next(units for plan, units in proposals if _same_shape(plan, best))
+    improved = True
+    while improved and len(judged) < tries:
+        improved = False
+        for groups in neighbours(best.groups, units):
+            other = replace(best, groups=groups)
+            if len(judged) < tries and judge(other) < _BETTER * judged[best]:
+                best, improved = other, True
+                break
+    return sorted(((seconds, plan) for plan, seconds in judged.items()), key=lambda pair: pair[0])
+
+
+def _same_shape(a: OverlapPlan, b: OverlapPlan) -> bool:
+    return (a.axis, a.tile_m, a.tile_n) == (b.axis, b.tile_m, b.tile_n)
+
+
+def _openings(proposals: Sequence[tuple[OverlapPlan, int]]) -> Iterator[OverlapPlan]:
+    """The proposals themselves; then all ways to cut few units, or some even ones."""
+    yield from (plan for plan, _ in proposals)
+    for plan, units in proposals:
+        if units <= _FEW_UNITS:
+            yield from (replace(plan, groups=groups) for groups in partitions(units))
+        else:
+            lopsided = ((units - 1, 1), (1, units - 1), (1, units - 2, 1))
+            evenly = (scaled(count, units) for count in _EVEN if count <= units)
+            yield from (replace(plan, groups=groups) for groups in (*lopsided, *evenly))
+
+
+def scaled(count: int, units: int) -> tuple[int, ...]:
+    """`units` in `count` groups, as even as can be.
+
+    >>> scaled(3, 8)
+    (3, 3, 2)
+    """
+    return tuple(units // count + (i < units % count) for i in range(count))
+
+
+def neighbours(groups: tuple[int, ...], units: int) -> Iterator[tuple[int, ...]]:
+    """Partitions one step away: two groups merged, a group halved, or a border moved, coarsely and by one unit.
+
+    >>> list(neighbours((1, 3), 4))
+    [(4,), (1, 2, 1), (2, 2)]
+    """
+    if sum(groups) != units:  # relative sizes: nothing to step by
+        return
+    for i in range(len(groups) - 1):
+        yield (*groups[:i], groups[i] + groups[i + 1], *groups[i + 2 :])
+    for i, size in enumerate(groups):
+        if size > 1:
+            yield (*groups[:i], size - size // 2, size // 2, *groups[i + 1 :])
+    for i in range(len(groups) - 1):
+        left, right = groups[i], groups[i + 1]
+        steps = dict.fromkeys((right // 2, 1, -(left // 2), -1))
+        for step in steps:
+            if step and left + step > 0 and right - step > 0:
+                yield (*groups[:i], left + step, right - step, *groups[i + 2 :])
+
+
+# A plan must promise this much over the sequential one: less is within the error of prediction.
+_WORTH = 0.985
+_TILE_N = 512
+
+
+def choose_plan(
+    op: Op | str,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    dtype: str,
+    hosts: Sequence[int],
+    curves: Curves,
+    transport: Transport = Transport.WINDOWS,
+) -> OverlapPlan:
+    """The predicted best plan for [m, k] x [n, k]^T on each of the ranks that `hosts` lists.
+
+    m counts all rows (for all-to-all, those of one rank); n and k are what one rank computes with.
+
+    >>> from weft.overlap.predict import Curve
+    >>> curves = Curves(Curve.of_link(bytes_per_second=1e8, latency=2e-4), 8e10, 1e10, 2e-10, 1e-4)
+    >>> plan = choose_plan("matmul_reduce_scatter", 2048, 3072, 768, dtype="float32", hosts=(0, 1), curves=curves)
+    >>> plan.sequential
+    False
+    """
+    base = OverlapPlan(Op(op), m, n, k, dtype, tuple(hosts), transport, tile_n=min(_TILE_N, _round_up(n, 32)))
+    return ranked_plans(base, curves)[0]
+
+
+def choose_sequential(
+    op: Op | str, m: int, n: int, k: int, *, dtype: str, hosts: Sequence[int], curves: Curves
+) -> OverlapPlan:
+    """The predicted best plan that computes first and communicates then, or the other way round."""
+    base = OverlapPlan(Op(op), m, n, k, dtype, tuple(hosts), tile_n=min(_TILE_N, _round_up(n, 32)))
+    return next(replace(p, reason="overlap is off") for p in ranked_plans(base, curves) if p.sequential)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a plan's matmul alone, of all its bytes as one message, sequentially, overlapped, and the bound."""
+
+    matmul: float
+    wire: float
+    sequential: float
+    overlapped: float
+    bound: float
+
+
+def predict_plan(plan: OverlapPlan, curves: Curves) -> Prediction:
+    """What simulations say of a plan, and of the same plan without overlap."""
+    work = work_of(plan, curves)
+    sequential = simulated_seconds(replace(plan, groups=()), curves)
+    overlapped = sequential if plan.sequential else simulated_seconds(plan, curves)
+    return Prediction(work.compute, curves.wire(sum(work.nbytes)), sequential, overlapped, bound(work, curves))
+
+
+def ranked_plans(base: OverlapPlan, curves: Curves) -> list[OverlapPlan]:
+    """Candidates from the best predicted one on, each with its reason; the sequential plan is always among them.
+
+    The recurrence proposes, simulations decide: `predicted` is what a simulation says.
+    """
+    if Topology(base.hosts).count == 1 and base.transport is Transport.WINDOWS:
+        return _without_wire(base, predict_plan(replace(base, groups=()), curves).sequential)
+    shapes = list(_shapes(base))
+    seconds, sequential = min(
+        ((simulated_seconds(plan, curves), plan) for plan in (replace(s, groups=()) for s in (base, *shapes))),
+        key=lambda pair: pair[0],
+    )
+    found = []
+    for predicted, plan in refine(_proposals(shapes, curves), curves):
+        why = f"{predicted * 1e3:.3g} ms predicted, {seconds * 1e3:.3g} ms sequentially"
+        found.append(replace(plan, predicted=predicted, reason=why))
+    why_not = "there is nothing to overlap" if not found else (
+        f"overlap would take {(found[0].predicted or 0.0) * 1e3:.3g} ms, {seconds * 1e3:.3g} ms without"
+    )  # fmt: skip
+    sequential = replace(sequential, predicted=seconds, reason=why_not)
+    worth = [p for p in found if (p.predicted or 0.0) < _WORTH * seconds]
+    return [*worth, sequential, *(p for p in found if p not in worth)]
+
+
+def _proposals(shapes: Sequence[OverlapPlan], curves: Curves) -> list[tuple[OverlapPlan, int]]:
+    """The recurrence's best partition of each shape and its number of units, the best predicted one first."""
+    found = []
+    for shape in shapes:
+        work = work_of(shape, curves)
+        # A single chunk that is received still hides behind the rows that are there.
+        if work.units and any(work.nbytes) and (work.units > 1 or shape.op.gathers):
+            groups = best_groups(work, curves)
+            found.append((predict(work, groups, curves), replace(shape, groups=groups), work.units))
+    found.sort(key=lambda proposal: proposal[0])
+    return [(plan, units) for _, plan, units in found]
+
+
+def _without_wire(base: OverlapPlan, seconds: float) -> list[OverlapPlan]:
+    """Ranks of one host read each other's memory in place: whole blocks, nothing to balance against a wire."""
+    if base.size == 1:
+        return [replace(base, groups=(), predicted=seconds, reason="there is only one rank")]
+    shared = replace(base, groups=(1,), predicted=seconds, reason="the ranks share memory: rows are read in place")
+    return [shared, replace(base, groups=(), predicted=seconds, reason="after the matmul, through shared memory")]
+
+
+def _shapes(base: OverlapPlan) -> Iterator[OverlapPlan]:
+    """Tiles and axes to try: rows where there are enough, columns where there are few."""
+    shard = base.shard_bounds[1]
+    for tile_m in (24, 48, 96):
+        if tile_m <= max(shard, 24):
+            yield replace(base, axis=Axis.ROWS, tile_m=tile_m)
+    if not base.op.gathers and base.m <= 1024:
+        for tile_n in (128, 256):
+            if base.n > tile_n:
+                yield replace(base, axis=Axis.COLS, tile_m=min(base.m, 144) or 1, tile_n=tile_n)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return max(multiple, -(-n // multiple) * multiple)

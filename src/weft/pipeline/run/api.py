@@ -1,0 +1,328 @@
+"""`weft.Pipeline`: stages on meshes, trained by a schedule."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from weft.comm.deadline import PIPELINE
+from weft.errors import WeftError
+from weft.layout.mesh import DeclaredCluster
+from weft.pipeline.predict.costs import Costs, Transfers
+from weft.pipeline.predict.lower import lower
+from weft.pipeline.predict.lowered import Lowered
+from weft.pipeline.run.microbatch import check_seed
+from weft.pipeline.run.runtime import Gone, Runner, RunningStep
+from weft.pipeline.run.setup import as_graph, as_member, give, in_order_of_ends, make_placing, make_stages
+from weft.pipeline.run.stage import LossFn
+from weft.pipeline.schedules.graph import Edge, StageGraph
+from weft.pipeline.schedules.schedule import Schedule
+from weft.pipeline.transport.connections import Connections
+from weft.pipeline.transport.exchange import Exchange
+from weft.pipeline.transport.failure import StageFailed, StepEnding
+from weft.pipeline.transport.links import LinkOptions, Links, Payload
+from weft.pipeline.transport.placing import StageLayouts
+from weft.pipeline.transport.routes import Routes, join
+from weft.reshard.executor.staging import Stopped
+from weft.timeline import record
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `eval_step` returns on the ranks of the last stage; empty on others.
+
+    losses:  [micro-batches], if targets were given
+    outputs: of the last stage, one for each micro-batch
+    """
+
+    losses: Tensor
+    outputs: list[Any]
+
+
+class Pipeline:
+    """Stages on meshes, run by a schedule. Making one is collective over `group`, the default group unless told.
+
+        schedule = weft.schedule("eager-1f1b", stages=2, microbatches=8)
+        pipe = weft.Pipeline({rank: stage}, meshes=[0, 1], schedule=schedule, loss_fn=F.cross_entropy)
+        losses = pipe.step(ids, targets)          # on all ranks; gradients are in stage.parameters()
+        optimizer.step()
+
+    stages:     this rank's modules by stage, or a list of all with None (or anything) for those of other ranks
+    meshes:     for each stage a Mesh, a DeviceMesh, a rank, or a (nested) list of ranks. Stages that the schedule has
+                on one rank have the same mesh, others have ranks of their own
+    edges:      a StageGraph or a list of edges; a chain unless told. A stage with one incoming tensor is called with
+                it, one with several gets them as keywords; it returns a tensor, or a dict where several leave it
+    input_layouts, output_layouts: stage -> placements, or stage -> {tensor: placements}: how tensors lie on the
+                stage's mesh where they enter and leave it. Replicated unless told
+    loss_fn:    (output of the last stage, targets) -> a tensor of one element
+    timeout:    seconds that a stage waits for a tensor which it needs, before all ranks give up
+    seed:       random numbers of every forward pass come from (seed, step, stage, micro-batch), so that they do not
+                depend on the schedule; None leaves the generators alone
+    checkpoint: stages that keep only their inputs, and run forward again before the backward pass
+    transfers:  "overlapped", or "synchronous" to wait for each transfer as send and recv do
+    strategy, cluster, chunk_bytes: how edges are resharded; see `weft.plan_reshard`
+    payload:    "tensors"; or "signals": a few bytes in place of each tensor, to measure what a network that costs
+                nothing would give. The results are then of no use
+
+    A step returns when all ranks are through with it; where one failed, all raise. One step at a time.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module] | Sequence[nn.Module | None],
+        meshes: Sequence[Any],
+        schedule: Schedule,
+        *,
+        edges: StageGraph | Sequence[Edge] | None = None,
+        input_layouts: StageLayouts | None = None,
+        output_layouts: StageLayouts | None = None,
+        loss_fn: LossFn | None = None,
+        group: ProcessGroup | None = None,
+        timeout: float = PIPELINE.seconds,
+        seed: int | None = None,
+        checkpoint: bool | Sequence[int] = False,
+        transfers: Transfers | str = Transfers.OVERLAPPED,
+        strategy: str = "optimal",
+        cluster: DeclaredCluster | None = None,
+        chunk_bytes: int | None = None,
+        payload: Payload | str = Payload.TENSORS,
+        costs: Costs | None = None,
+    ) -> None:
+        """`costs` decide who sends a skip tensor, where several could; equal stages unless told."""
+        self.schedule, self.timeout, self.seed = schedule, timeout, seed
+        self.steps = 0
+        self._broken: str | None = None
+        self._busy = threading.Lock()
+        with torch.device("cpu"):  # whatever the caller's default is: messages are short, and go by way of the CPU
+            wires = Connections(dist.group.WORLD if group is None else group, timeout=timeout)  # type: ignore[arg-type]
+        rank = wires.world[wires.rank]
+        problem: Exception | None = None
+        text = ""
+        try:
+            check_seed(seed)
+            self.transfers = as_member(Transfers, transfers, "transfers")
+            options = LinkOptions(strategy, cluster, chunk_bytes, as_member(Payload, payload, "payload"))
+            self.graph = as_graph(edges, schedule.stages)
+            self.placing = make_placing(self.graph, schedule, meshes, wires, input_layouts, output_layouts)
+            self.lowered = lower(schedule, self.graph, costs=costs, transfers=self.transfers)
+            self._forward = lower(schedule.forward_only(), self.graph, costs=costs, transfers=self.transfers)
+            self.stages = make_stages(self.placing, rank, stages, loss_fn, checkpoint)
+            text = f"{self.placing}\n{self.lowered}\n{self.transfers}, {options}, seed {seed}"
+        except Exception as error:
+            problem = error
+        try:
+            # A problem of one rank is told to all, so that nobody waits for a pipeline that will not be.
+            with torch.device("cpu"):
+                wires.notes.agree("pipeline", text if problem is None else f"refused: {problem}")
+            if problem is not None:
+                raise problem
+            self._place = self.placing.schedule_rank(rank)
+            self._routes, self._forward_routes = join(self.lowered, self._forward)
+            devices = {index: stage.device for index, stage in self.stages.items()}
+            self._ending_order = in_order_of_ends(self.placing)
+            self._links = Links(wires, self.placing, self._routes, options, devices)
+        except BaseException as error:
+            wires.close(together=False)
+            raise (problem or error) from None
+        # Threads that wait in gloo at the end of the interpreter would abort the process.
+        self._at_end = weakref.finalize(self, self._links.abandon)
+
+    def step(self, batch: Any = None, targets: Any = None, *, loss_scale: float = 1.0, **keywords: Any) -> Tensor:
+        """One training step without the optimiser's: gradients are added to the `grad` of this rank's parameters.
+
+        batch:      for stages without incoming edges, on their ranks: a tensor, or a tuple of them, cut along dim 0
+                    into the schedule's micro-batches; or a list with one (tuple) for each, of any shapes
+        targets:    for the loss, on the ranks of the last stage: likewise
+        loss_scale: gradients are those of loss_scale times the mean of the micro-batches' losses; 1/n for
+                    gradients that are accumulated over n steps
+        keywords:   for all stages of this rank: likewise
+
+        Returns the losses [micro-batches] on the ranks of the last stage, an empty tensor elsewhere.
+        """
+        if not self.schedule.has_backward:
+            raise ValueError(f"schedule {self.schedule.name} has no backward; expected one with, or use eval_step")
+        if torch.is_inference_mode_enabled():
+            raise ValueError(
+                "step is called in torch.inference_mode, where nothing has a gradient; expected a call outside of it, "
+                "or eval_step"
+            )
+        with self._turn():
+            step = self._run(self.lowered, self._routes, batch, targets, keywords, float(loss_scale), training=True)
+        return step.stacked_losses
+
+    def eval_step(self, batch: Any = None, targets: Any = None, **keywords: Any) -> Evaluation:
+        """Forward passes only, in the same order and without gradients; modules are in `eval` mode meanwhile."""
+        with self._turn(), _evaluating([stage.module for stage in self.stages.values()]):
+            step = self._run(self._forward, self._forward_routes, batch, targets, keywords, 1.0, training=False)
+        return Evaluation(step.stacked_losses, [step.results[i] for i in sorted(step.results)])
+
+    @property
+    def peak_activations(self) -> dict[int, int]:
+        """For each stage of this rank, of how many micro-batches it kept activations at once in the last step."""
+        return {index: stage.peak for index, stage in self.stages.items()}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory for received tensors, used or free."""
+        return self._links.context.buffers.nbytes
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank has the last stage, so that `step` returns losses."""
+        return self.schedule.stages - 1 in self.stages
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages, each once, also where stages share it."""
+        yield from dict.fromkeys(p for stage in self.stages.values() for p in stage.module.parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps have been made, from which random numbers follow; modules have state dicts of their own."""
+        return {"steps": torch.tensor(self.steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on after so many steps."""
+        self.steps = int(state["steps"])
+
+    def close(self) -> None:
+        """Ends the threads and connections, when all ranks have come here. The pipeline is unusable then."""
+        with self._turn():
+            self._broken = self._broken or "it was closed"
+            self._links.close()
+            self._at_end.detach()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and self._broken is None:
+            # The others may be in a step that waits for this rank.
+            self._broken = f"{type(error).__name__}: {error}"
+            self._links.fail(error, f"rank {self._links.rank} left the pipeline with {self._broken}")
+        self.close()
+
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        lowered: Lowered,
+        routes: Routes,
+        batch: Any,
+        targets: Any,
+        keywords: Mapping[str, Any],
+        loss_scale: float,
+        *,
+        training: bool,
+    ) -> RunningStep:
+        if self._broken is not None:
+            raise WeftError(f"the pipeline cannot be used any more: {self._broken}; make a new one")
+        number, recorder, links = self.steps, record.current(), self._links
+        if self._place is None:
+            self._look_for_failure()
+            self.steps += training
+            return RunningStep({})
+        torch.clear_autocast_cache()  # weights may have changed since autocast kept a copy of them
+        step = RunningStep(
+            give(
+                self.placing,
+                list(self.stages),
+                batch,
+                targets,
+                keywords,
+                scale=loss_scale,
+                seed=self.seed,
+                step=number,
+                training=training,
+            )
+        )
+        for stage in self.stages.values():
+            stage.reset()
+        exchange = Exchange(
+            links.context,
+            routes,
+            step=number,
+            train=training,
+            recorder=recorder,
+            in_turn=self.transfers is Transfers.OVERLAPPED,
+        )
+        ending = StepEnding(
+            links.wires, self._ending_order, step=number, train=training, start=links.context.start, lost=links.lost
+        )
+        runner = Runner(
+            lowered,
+            routes,
+            self._place,
+            self.stages,
+            exchange,
+            ending,
+            links.board,
+            lost=links.lost,
+            ranks_of={stage: self.placing.ranks_of(stage) for stage in range(self.schedule.stages)},
+            timeout=self.timeout,
+            transfers=self.transfers,
+            training=training,
+            recorder=recorder,
+        )
+        try:
+            runner.run(step)
+        except BaseException as error:
+            raise self._end(error, step) from (None if isinstance(error, Gone | Stopped) else error.__cause__)
+        self.steps += training
+        return step
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call at a time: two would mix their tensors, in an order that differs from rank to rank."""
+        if not self._busy.acquire(blocking=False):
+            raise WeftError(
+                "the pipeline is in a step already, on another thread or further up; expected one call at a time; make "
+                "a pipeline for each thread"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _look_for_failure(self) -> None:
+        """For a rank without a stage, which waits for nobody: what others have failed at."""
+        failed = self._links.board.read()
+        if failed is not None:
+            self._broken = f"StageFailed: {failed}"
+            raise self._links.fail(StageFailed(failed), failed)
+
+    def _end(self, error: BaseException, step: RunningStep) -> BaseException:
+        """Ends the step on all ranks, and returns what to raise here."""
+        links = self._links
+        where = "the end of the step" if step.at is None else step.at.in_words()
+        if isinstance(error, Gone | Stopped):
+            shown = links.fail(error, f"rank {links.rank} gave up at {where}")
+        else:
+            text = f"rank {links.rank} failed at {where}: {type(error).__name__}: {error}"
+            shown = links.fail(error, text)
+            if shown is error and hasattr(error, "add_note"):
+                error.add_note(f"weft: at {where} on rank {links.rank}")
+        self._broken = f"{type(shown).__name__}: {shown}"
+        for stage in self.stages.values():
+            stage.reset()
+        return shown
+
+
+@contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Modules in `eval` mode; each of their parts is as before after it."""
+    modes = {part: part.training for module in modules for part in module.modules()}
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
