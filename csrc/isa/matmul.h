@@ -1,8 +1,10 @@
 // The matmul of one tile, and the packed form of its weight.
 //
-// Same bits: an output element is fma(x[k], w[k], sum) for k = 0, 1, ... K-1, whatever the tile, the strip, the block
-// of k or the thread; vector lanes are columns, so they never mix. Every element takes the same epilogue instructions,
-// those of a ragged edge too, which are computed on padded vectors and stored in part.
+// Same bits: an output element is the sum of its blocks of k in order, and a block is fma(x[k], w[k], sum) from zero for
+// its k in order. The blocks depend on K alone, so the bits depend on no tile, strip or thread; vector lanes are columns,
+// and never mix. Blocks that start from zero, rather than from the sum of those before, keep the rounding error of a long
+// K small. Every element takes the same epilogue instructions, those of a ragged edge too, which are computed on padded
+// vectors and stored in part.
 #pragma once
 #include "vector.h"
 
@@ -34,7 +36,7 @@ struct Sums {
   int64_t panel_stride;
 };
 
-// to (+)= x[ROWS][k] * panels[k][kPanel], starting from `from` (zero when null). The sums stay in registers throughout.
+// to = from (zero when null) + x[ROWS][k] * panels[k][kPanel]. The sums stay in registers throughout.
 // Not inlined: the loop needs nearly every register there is. Meanwhile it fetches `ahead`, a part of the next panel:
 // LINES cache lines for every kUnroll values of k.
 template <int ROWS, int PANELS, int LINES, class W>
@@ -45,9 +47,7 @@ __attribute__((noinline)) void multiply(int64_t k, const float* x, const W* w, i
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kWide; ++v)
-      sum[r][v] = from.at ? load<vec>(from.at + (v / kVectors) * from.panel_stride + r * kPanel + v % kVectors * kLanes)
-                          : splat(0.0f);
+    for (int v = 0; v < kWide; ++v) sum[r][v] = splat(0.0f);
   const float* rows[(ROWS + 2) / 3];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r += 3) rows[r / 3] = x + r * kBlockLd;
@@ -79,8 +79,11 @@ __attribute__((noinline)) void multiply(int64_t k, const float* x, const W* w, i
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kWide; ++v)
-      store(to.at + (v / kVectors) * to.panel_stride + r * kPanel + v % kVectors * kLanes, sum[r][v]);
+    for (int v = 0; v < kWide; ++v) {
+      const int64_t at = r * kPanel + v % kVectors * kLanes;
+      if (from.at) sum[r][v] = load<vec>(from.at + (v / kVectors) * from.panel_stride + at) + sum[r][v];
+      store(to.at + (v / kVectors) * to.panel_stride + at, sum[r][v]);
+    }
 }
 
 // Few rows leave registers idle, and one row alone would wait for the latency of each sum: they take several panels.
