@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     )
     from weft.packed import PackedBatch, pack, packed_attention
     from weft.parallel import load_sharded, parallelize
-    from weft.parallel.inference.generate import generate
     from weft.pipeline import Pipeline
     from weft.pipeline.schedules.generators import schedule
     from weft.reshard import plan_reshard, reshard_state_dict
     from weft.timeline import Timeline
     from weft.timeline.record import trace
+    from weft.transformer.generation import generate
 
 __version__ = version("weft")
 
@@ -51,7 +51,7 @@ _HOME = {
     ),
     "weft.packed": ("PackedBatch", "pack", "packed_attention"),
     "weft.parallel": ("load_sharded", "parallelize"),
-    "weft.parallel.inference.generate": ("generate",),
+    "weft.transformer.generation": ("generate",),
     "weft.pipeline": ("Pipeline", "schedule"),
     "weft.reshard": ("plan_reshard", "reshard_state_dict"),
     "weft.timeline": ("Timeline",),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import weft
 from weft.lab import Cluster, Rank
-from weft.parallel.inference.network import NetworkWire
+from weft.transformer.network import NetworkWire
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from parallel_cases import both

@@ -12,13 +12,13 @@ from parallel_cases import WORDS, batch, both, build, checks, mesh
 
 import weft
 from weft.errors import PeerMismatch
+from weft.models.families.llama import describe_llama
+from weft.models.family import linear
 from weft.packed import PackedBatch
-from weft.packed.models.common import linear
-from weft.packed.models.llama import describe_llama
-from weft.parallel.cut import cut
-from weft.parallel.inference import program
-from weft.parallel.inference.generate import generate, inputs_of
-from weft.parallel.inference.program import RankProgram
+from weft.parallel.rank_model import cut_model
+from weft.transformer import network as network_module
+from weft.transformer.generation import generate, inputs_of
+from weft.transformer.program import RankProgram
 
 LENGTHS = [1, 7, 30, 12]
 NEW = 8
@@ -84,10 +84,10 @@ def program_of(model: Any, *, network: bool = False, group: dist.ProcessGroup | 
     """A Llama on all ranks; `network`: as if each were on a host of its own."""
     group = group or dist.group.WORLD
     assert group is not None
-    part = cut(describe_llama(model.model), group, head=linear(model.lm_head))
+    part = cut_model(describe_llama(model.model), group, head=linear(model.lm_head))
     apart = tuple(range(group.size()))
     hosts = apart if network else (0,) * len(apart)
-    with torch.no_grad(), mock.patch.object(program, "hosts_of", return_value=hosts):
+    with torch.no_grad(), mock.patch.object(network_module, "hosts_of", return_value=hosts):
         return RankProgram(part)
 
 
@@ -121,6 +121,20 @@ def same_bits(size: int) -> None:
     for used in (program, network):
         inputs = inputs_of(batch_.values, batch_.lengths, torch.zeros(5, dtype=torch.int64), used)
         assert torch.equal(used.logits(used.run(inputs, rows=rows)), torch.cat(wanted)[rows])
+
+
+def as_packed(size: int) -> None:
+    """One rank computes what a packed model does, bit by bit: one program runs both."""
+    if size > 1:
+        return
+    ids, mask, _ = batch([9, 4, 17])
+    for family in ("Bert", "GPT2", "Llama"):
+        for dtype in (torch.float32, torch.bfloat16):
+            alone, shared = (m.eval().to(dtype) for m in both(family, "Model"))
+            with torch.no_grad():
+                want, got = (m(ids, attention_mask=mask, output_hidden_states=True) for m in (weft.pack(alone), shared))
+            assert torch.equal(got.last_hidden_state, want.last_hidden_state), (family, dtype)
+            assert all(map(torch.equal, got.hidden_states, want.hidden_states)), (family, dtype)
 
 
 def sampling(size: int) -> None:
@@ -250,7 +264,7 @@ def refusals(size: int) -> None:
         same_everywhere(weft.generate(shared, [[1, 2]], max_new_tokens=3))
 
 
-CASES = [greedy, hugging_face, same_bits, sampling, changed_weights, modes, refusals]
+CASES = [greedy, hugging_face, same_bits, as_packed, sampling, changed_weights, modes, refusals]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
 from weft.packed import PackedBatch
-from weft.parallel import share
+from weft.transformer import ranks as share
 
 MIXED = [19, 7, 30]
 
@@ -47,6 +47,20 @@ def llama_with_a_padding_word(size: int) -> None:
     word = int(batch(MIXED)[0][0, 0])
     compare("Llama", MIXED, pad_token_id=word)
     compare("Llama", MIXED, pad_token_id=word, tie_word_embeddings=True)
+
+
+def bert_with_padding_rows(size: int) -> None:
+    """Every table may have a row that gets no gradient, as RoBERTa's positions have."""
+    alone, shared = build("Bert"), build("Bert")
+    for model in (alone, shared):
+        model.bert.embeddings.position_embeddings.padding_idx = 2
+        model.bert.embeddings.token_type_embeddings.padding_idx = 0
+    shared = weft.parallelize(shared, mesh())
+    ids, mask, labels = batch(MIXED)
+    for model in (alone, shared):
+        model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+    check_gradients(alone, shared)
+    assert not whole(shared.bert.embeddings.position_embeddings.weight.grad)[2].any()
 
 
 def llama_of_few_tokens(size: int) -> None:
@@ -223,8 +237,8 @@ def accumulated_gradients(size: int) -> None:
 
 CASES = [
     llama, llama_uneven, llama_biased_and_tied, llama_with_a_padding_word, llama_of_few_tokens, ranks_without_rows,
-    gpt2, bert, bfloat16, heads_of_every_kind, packed_and_padded, whole_logits, hidden_states_and_vectors,
-    counted_labels, names_places_and_ties, accumulated_gradients,
+    gpt2, bert, bert_with_padding_rows, bfloat16, heads_of_every_kind, packed_and_padded, whole_logits,
+    hidden_states_and_vectors, counted_labels, names_places_and_ties, accumulated_gradients,
 ]  # fmt: skip
 
 

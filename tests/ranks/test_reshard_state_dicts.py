@@ -60,11 +60,11 @@ def test_stages_give_each_its_part() -> None:
     run_ranks(stages, 5)
 
 
-def llama_stages() -> None:
+def model_stages() -> None:
     """What the documentation shows: the stages of a pipeline into a live model on another mesh."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from weft.parallel.stages import llama_stage
+    from weft.parallel.stages import model_stage
 
     me = dist.get_rank()
     config = LlamaConfig(
@@ -77,7 +77,7 @@ def llama_stages() -> None:
     torch.manual_seed(1)
     other = weft.parallelize(LlamaForCausalLM(config), init_device_mesh("cpu", (4,)))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    stage = llama_stage(trained, me // 2, 2, mesh["tp"])
+    stage = model_stage(trained, me // 2, 2, mesh["tp"])
     ids = torch.arange(6).view(1, 6)
     with torch.no_grad():
         before = other(input_ids=ids).logits
@@ -93,7 +93,7 @@ def llama_stages() -> None:
 
 
 def test_stages_of_a_pipeline_into_a_live_model() -> None:
-    run_ranks(llama_stages, 4)
+    run_ranks(model_stages, 4)
 
 
 def marks() -> None:

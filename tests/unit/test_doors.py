@@ -22,8 +22,9 @@ ORDER = (
     ("comm",),
     ("timeline",),
     ("kernels",),
-    ("overlap", "reshard", "packed"),
-    ("pipeline",),
+    ("overlap", "reshard", "models"),
+    ("pipeline", "transformer"),
+    ("packed",),
     ("parallel",),
     ("lab", "vllm", "scale"),
     ("report",),
@@ -77,11 +78,11 @@ def test_nobody_goes_around(name: str) -> None:
     assert found <= OWNED[name]
 
 
-# Who hands addresses to the native core: the kernels' own modules and the two programs for inference, which check at
-# their doors (`kernels/door.py`), memory that ranks share, and who only asks which CPU this is.
+# Who hands addresses to the native core: the kernels' own modules and the program for inference, which checks at
+# its door (`kernels/door.py`), memory that ranks share, and who only asks which CPU this is.
 NATIVE = (
-    "kernels/", "comm/host_collectives.py", "comm/signal.py", "packed/forward.py", "parallel/inference/",
-    "bench/machine.py", "bench/packed.py", "cli/doctor.py",
+    "kernels/", "comm/host_collectives.py", "comm/signal.py", "transformer/passes.py", "transformer/network.py",
+    "transformer/host_wire.py", "bench/machine.py", "bench/packed.py", "cli/doctor.py",
 )  # fmt: skip
 
 

@@ -113,6 +113,6 @@ def test_buffers_grow_and_stay():
     with torch.no_grad():
         for length in (5, 30, 8, 30, 70):
             packed(torch.ones(2, length, dtype=torch.int64))
-            buffers.append(packed.weft_engine()._read.program._buffers.rows["wide"][0])
+            buffers.append(packed.weft_engine()._read.program.buffers.at["wide"])
     assert buffers[1] == buffers[2] == buffers[3]
     assert buffers[4] != buffers[3]

@@ -496,11 +496,11 @@ def test_a_good_call_after_a_broken_one(monkeypatch):
         with pytest.raises(ValueError, match="out of range"):
             packed(IDS + 1000)
         with monkeypatch.context() as patch:
-            patch.setattr("weft.packed.forward._Run.mlp", lambda *_: 1 / 0)
+            patch.setattr("weft.transformer.passes.Pass._mlp", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 states(packed)
         with monkeypatch.context() as patch:
-            patch.setattr("weft.packed.buffers.empty", lambda *_, **__: 1 / 0)
+            patch.setattr("weft.transformer.memory.empty", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 packed(torch.ones(7, 70, dtype=torch.int64))  # buffers grow, and cannot
         assert torch.equal(states(packed), want)

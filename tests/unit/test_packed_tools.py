@@ -17,7 +17,8 @@ transformers = pytest.importorskip("transformers")
 
 import packed_models as small  # noqa: E402
 
-from weft.packed import PackedBatch, pack, packed_attention, training  # noqa: E402
+from weft.packed import PackedBatch, pack, packed_attention  # noqa: E402
+from weft.transformer import training  # noqa: E402
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 IDS, MASK = small.inputs([9, 2, 6])

@@ -9,17 +9,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.errors import Unsupported
+from weft.models.spec import (
+    Attention,
+    Embedding,
+    Layer,
+    Mlp,
+    ModelSpec,
+    NormOrder,
+    Projection,
+    Transformer,
+    VocabularyHead,
+)
 from weft.packed import PackedBatch
-from weft.packed.models.common import Unsupported
-from weft.packed.spec import Attention, Embedding, Layer, Mlp, NormOrder, Projection, Transformer
-from weft.parallel.cut import Heads, Run
-from weft.parallel.describe import Described, VocabularyHead, cuts
-from weft.parallel.keep import kept_tokens
-from weft.parallel.realign import moves
-from weft.parallel.share import FEWEST_ROWS, Share
+from weft.packed.inputs import rows_to_keep
+from weft.parallel.cut import Heads, cuts
+from weft.parallel.rank_model import moves
+from weft.transformer.ranks import FEWEST_ROWS, IndexRun, Share
 
 
-def stack(heads: int, kv_heads: int, *, fused: bool, words: int = 50, tied: bool = False) -> Described:
+def stack(heads: int, kv_heads: int, *, fused: bool, words: int = 50, tied: bool = False) -> ModelSpec:
     """One layer of width 8 with heads of 4."""
     rows = [4 * heads, 4 * kv_heads, 4 * kv_heads]
     parts = [torch.empty(8, sum(rows))] if fused else [torch.empty(n, 8) for n in rows]
@@ -31,7 +40,7 @@ def stack(heads: int, kv_heads: int, *, fused: bool, words: int = 50, tied: bool
     table = torch.empty(words, 8)
     head = Projection((table if tied else torch.empty(words, 8),), (None,))
     model = Transformer(Embedding((table,), ("input_ids",), None), (layer,), None)
-    return Described(model, VocabularyHead(head))
+    return ModelSpec(model, VocabularyHead(head))
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 9), st.booleans())
@@ -74,7 +83,7 @@ def test_a_tensor_with_two_roles() -> None:
     shared = Projection(layer.mlp.up.weights, layer.mlp.up.biases)
     odd = Transformer(None, (Layer(layer.attention, None, Mlp(shared, shared, "gelu"), None, NormOrder.PRE),), None)
     with pytest.raises(Unsupported, match="two roles that are cut in different ways"):
-        cuts(Described(odd), 2)
+        cuts(ModelSpec(odd), 2)
 
 
 @given(st.integers(1, 40), st.integers(1, 8))
@@ -87,7 +96,7 @@ def test_heads_are_shared_evenly(kv_heads, size) -> None:
     assert mine[-1].keys.end == kv_heads
     assert all(a.keys.end == b.keys.first for a, b in pairwise(mine))
     assert max(h.keys.count for h in mine) - min(h.keys.count for h in mine) <= 1
-    assert all(h.queries == Run(3 * h.keys.first, 3 * h.keys.end) for h in mine)
+    assert all(h.queries == IndexRun(3 * h.keys.first, 3 * h.keys.end) for h in mine)
 
 
 def test_rows_are_split_where_there_are_enough() -> None:
@@ -96,21 +105,21 @@ def test_rows_are_split_where_there_are_enough() -> None:
         assert not Share.of(few, rank=0, size=size).split
         assert Share.of(many, rank=0, size=size).split == (size > 1)
         runs = [Share.of(many + 5, rank=r, size=size).mine for r in range(size)]
-        assert sum(run.count for run in runs) == many + 5 if size > 1 else runs == [Run(0, many + 5)]
+        assert sum(run.count for run in runs) == many + 5 if size > 1 else runs == [IndexRun(0, many + 5)]
 
 
 def test_kept_tokens_of_padded_inputs() -> None:
     mask = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1]])
     batch = PackedBatch.from_padded(torch.arange(8).view(2, 4), mask)  # tokens 1 2 3 7
-    assert kept_tokens(batch, 0, packed=False) is None
-    last = kept_tokens(batch, 2, packed=False)
+    assert rows_to_keep(batch, 0, packed=False) is None
+    last = rows_to_keep(batch, 2, packed=False)
     assert last is not None
     assert batch.values[last.tokens].tolist() == [2, 3, 7]
     placed = last.placed(batch.values[last.tokens][:, None].float())
     assert placed.squeeze(2).tolist() == [[2.0, 3.0], [0.0, 7.0]]
-    chosen = kept_tokens(batch, torch.tensor([3, 1]), packed=False)
+    chosen = rows_to_keep(batch, torch.tensor([3, 1]), packed=False)
     assert chosen is not None
     assert chosen.placed(batch.values[chosen.tokens][:, None].float()).squeeze(2).tolist() == [[3.0, 1.0], [7.0, 0.0]]
-    everything = kept_tokens(batch, 9, packed=False)
+    everything = rows_to_keep(batch, 9, packed=False)
     assert everything is not None
     assert everything.shape == (2, 4)

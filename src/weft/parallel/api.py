@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from fnmatch import fnmatch
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -15,30 +13,28 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from weft._torch import without_compile
 from weft.comm.deadline import timeout_of
+from weft.errors import Unsupported
+from weft.models.families import FAMILIES, family_of
+from weft.models.family import Family, called_in
+from weft.models.spec import ModelSpec
+from weft.models.twin import become
+from weft.models.watch import check_hooks
 from weft.overlap.executor.context import context_of
 from weft.packed.engine import AttentionDropout
-from weft.packed.models import FAMILIES
-from weft.packed.models.base import Family
-from weft.packed.models.common import Unsupported
-from weft.packed.models.hf import bind
-from weft.parallel.describe import VOCABULARY_HEADS, Described, cuts
+from weft.parallel.cut import cuts
 from weft.parallel.distribute import distribute
 from weft.parallel.engine import Ranks
-from weft.parallel.hf import ParallelBase, ParallelHead, ParallelVocabulary
-from weft.parallel.structure import Structure
-from weft.parallel.surface import check_caller
+from weft.parallel.huggingface import ParallelBase, ParallelHead, ParallelVocabulary
 
-_BASES = ("LlamaModel", "GPT2Model", "BertModel")
-_FAMILIES = tuple(family for family in FAMILIES if family.base in _BASES)
+_FAMILIES = tuple(family for family in FAMILIES if family.on_ranks)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def supported() -> list[str]:
     """The names of the classes that `parallelize` takes without a plan."""
-    return [name for family in _FAMILIES for name in (family.base, *family.heads)]
+    return [name for family in _FAMILIES for name in family.classes]
 
 
 def parallelize(
@@ -69,69 +65,40 @@ def parallelize(
         raise ValueError(f"overlap is {overlap!r}, expected 'on' or 'off'")
     if plan is not None:
         return _by_plan(model, mesh, plan, overlap)
-    family, head = _family_of(model)
-    base = model if head is None else _base_of(model, family)
-    # Everything that can be wrong with the model is found here, before anything is changed or sent.
-    vocabulary = VOCABULARY_HEADS.get(type(model).__name__)
-    found = cuts(Described(family.describe(base), vocabulary(model) if vocabulary else None), mesh.size())
-    _check_hooks(model, base, vocabulary is not None)
-    distribute(model, mesh, found)
-    ranks = Ranks(mesh, _group(mesh, overlap))
-    # Nobody fills a cache of another model's form.
-    attributes = {"_weft": (replace(family, has_cache=False), AttentionDropout.MODEL), "_weft_ranks": ranks}
-    _become(base, ParallelBase, attributes)
-    if head is not None:
-        names = {name: child for name, child in model.named_children() if child is base}
-        attributes = {"_weft_head": family.heads[head], "_weft_base": next(iter(names)), "_weft_ranks": ranks}
-        _become(model, ParallelVocabulary if vocabulary else ParallelHead, attributes)
+    family, name = family_of(model, _FAMILIES), type(model).__name__
+    if family is None:
+        raise Unsupported(
+            f"cannot parallelize a {type(model).__module__}.{name} without a plan; supported are "
+            f"{', '.join(supported())}; for other modules give plan={{name: ColwiseOverlap(), ...}}"
+        )
+    _share(model, family, mesh, overlap)
     return model
 
 
-def _family_of(model: nn.Module) -> tuple[Family, str | None]:
-    """The family of a model, and the name of its class where it has a head."""
-    name = type(model).__name__
-    if type(model).__module__.startswith("transformers.models."):
-        for family in _FAMILIES:
-            if name == family.base:
-                return family, None
-            if name in family.heads:
-                return family, name
-    raise Unsupported(
-        f"cannot parallelize a {type(model).__module__}.{name} without a plan; supported are {', '.join(supported())}; "
-        f"for other modules give plan={{name: ColwiseOverlap(), ...}}"
-    )
-
-
-def _base_of(model: nn.Module, family: Family) -> nn.Module:
-    for child in model.children():
-        if type(child).__name__ == family.base:
-            return child
-    raise Unsupported(f"{type(model).__name__} has no {family.base}; was it changed?")
-
-
-def _check_hooks(model: nn.Module, base: nn.Module, has_vocabulary: bool) -> None:
-    """Raises where a hook hangs on a module that will not be called any more."""
-    pooler = getattr(base, "pooler", None)
-    called = {model} if has_vocabulary else set(model.modules()) - set(base.modules()) | {base}
-    Structure(model, called | (set() if pooler is None else set(pooler.modules()))).check_hooks()
-
-
-def _become(model: nn.Module, mixin: type, attributes: dict[str, Any]) -> None:
-    """Gives the model another `forward`; its class keeps its name, so that configs and checkpoints find it."""
-    original = type(model)
-    function: Callable[..., Any] = original.forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "_weft_ranks" not in self.__dict__:  # a plain model that was made by the class of a parallel one
-            return function(self, *args, **kwargs)
-        check_caller()
-        return self.weft_forward(function, bind(function, args, kwargs))
-
-    # torch.compile runs it as it is: its kernels are compiled, and ranks must meet in the same order.
-    whole = without_compile(forward, "a model that weft.parallelize has shared runs on kernels of its own")
-    body = {"forward": functools.wraps(function)(whole), "__module__": original.__module__}
-    model.__class__ = type(original.__name__, (mixin, original), body)
-    model.__dict__.update(attributes)
+def _share(model: nn.Module, family: Family, mesh: DeviceMesh, overlap: str) -> None:
+    head = family.heads.get(type(model).__name__)
+    inner = None if head is None else family.base_of(model)
+    base = model if inner is None else model.get_submodule(inner)
+    # Everything that can be wrong with the model is found here, before anything is changed or sent.
+    vocabulary = None if head is None else head.vocabulary
+    spec = ModelSpec(family.describe(base), None if vocabulary is None else vocabulary(model))
+    found = cuts(spec, mesh.size())
+    called = {model, *called_in(base)}
+    if vocabulary is None:
+        called |= set(model.modules()) - set(base.modules())  # a small head runs by its own code
+    else:
+        called -= {base}  # only its layers are computed
+    check_hooks(model, called=called)
+    distribute(model, mesh, found)
+    ranks = Ranks(mesh, _group(mesh, overlap))
+    # Nobody fills a cache of another model's form.
+    shared = (replace(family, has_cache=False), AttentionDropout.MODEL)
+    become(base, ParallelBase, {"_weft": shared, "_weft_ranks": ranks})
+    attributes = {"_weft_ranks": ranks, "_weft_base": inner}
+    if head is not None and vocabulary is None:
+        become(model, ParallelHead, {**attributes, "_weft_head": head.kind})
+    elif head is not None:
+        become(model, ParallelVocabulary, {**attributes, "_weft_head": head.kind, "_weft_vocabulary": vocabulary})
 
 
 def _group(mesh: DeviceMesh, overlap: str) -> ProcessGroup:

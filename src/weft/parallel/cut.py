@@ -1,69 +1,33 @@
-"""Which part of each tensor a rank computes with: whole heads, and runs of columns as torch.chunk makes them.
+"""How each parameter of a model is cut for the ranks of a mesh axis; placements follow from that.
+
+    q, k, v, gate, up    Shard(0), whole heads needed        embedding, head    Shard(0), over the vocabulary
+    out, down            Shard(1), their biases Replicate    norms, positions   Replicate
+
+Weights that are stored transposed have the other dim. Everything that is not named here is replicated.
 
     5 key/value heads, 10 query heads, 2 ranks     kv 0-2 | 3-4     q 0-5 | 6-9
 
 A key/value head and the query heads that read it stay together. What a rank *stores* of a parameter is a shard of a
-DTensor; where heads do not divide, the two differ, and `realign` moves the rows between them.
+DTensor; where heads do not divide, the two differ, and `rank_model.py` moves the rows between them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from weft.packed.spec import Attention, Layer, Mlp, Projection, Transformer
-from weft.parallel.rank import RankModel, Words
-
-
-@dataclass(frozen=True)
-class Run:
-    """The numbers `first` to `end`.
-
-    >>> [Run.of(5, rank, 2) for rank in range(2)]
-    [Run(first=0, end=3), Run(first=3, end=5)]
-    """
-
-    first: int
-    end: int
-
-    @classmethod
-    def of(cls, total: int, rank: int, size: int) -> Run:
-        """The part of rank `rank` of `size`, as torch.chunk cuts."""
-        step = -(-total // size)
-        return cls(min(rank * step, total), min((rank + 1) * step, total))
-
-    @classmethod
-    def balanced(cls, total: int, rank: int, size: int) -> Run:
-        """The part of rank `rank` of `size`, as torch.tensor_split cuts: no part is empty where there are enough.
-
-        >>> [Run.balanced(5, rank, 4).count for rank in range(4)]
-        [2, 1, 1, 1]
-        """
-        step, larger = divmod(total, size)
-        return cls(rank * step + min(rank, larger), (rank + 1) * step + min(rank + 1, larger))
-
-    def times(self, width: int) -> Run:
-        """The same run of blocks of `width`."""
-        return Run(self.first * width, self.end * width)
-
-    def shifted(self, by: int) -> Run:
-        """The same run, `by` further on."""
-        return Run(self.first + by, self.end + by)
-
-    @property
-    def count(self) -> int:
-        return self.end - self.first
+from weft.errors import Unsupported
+from weft.models.spec import Attention, Embedding, Mlp, ModelSpec, Norm, Projection, VocabularyHead, tensors
+from weft.transformer.ranks import IndexRun
 
 
 @dataclass(frozen=True)
 class Heads:
     """A rank's heads: `queries` and `keys` (which are the values', too)."""
 
-    queries: Run
-    keys: Run
+    queries: IndexRun
+    keys: IndexRun
 
     @classmethod
     def of(cls, attention: Attention, rank: int, size: int) -> Heads:
@@ -73,78 +37,137 @@ class Heads:
                 f"{size} ranks cannot share {attention.kv_heads} key/value heads ({attention.heads} query heads): "
                 f"a rank would have none; use a mesh axis of at most {attention.kv_heads} ranks"
             )
-        keys = Run.balanced(attention.kv_heads, rank, size)
+        keys = IndexRun.balanced(attention.kv_heads, rank, size)
         return cls(keys.times(attention.heads // attention.kv_heads), keys)
 
 
-def cut(model: Transformer, group: ProcessGroup, *, head: Projection | None = None) -> RankModel:
-    """What this rank of `group` computes with of a model whose weights are whole: views of them where there can be.
+@dataclass(frozen=True)
+class TensorCut:
+    """How a parameter is cut along `dim`: rank r computes with the runs `needed[r]`, one after the other.
 
-    The plain way, for tests and small models: every rank needs all weights. Differentiable.
+    >>> TensorCut.chunks(0, 10, 4).is_aligned
+    True
     """
-    rank, size = group.rank(), group.size()
-    embedding, words = model.embedding, Words(0, 0, 0)
-    if embedding is not None:
-        table = embedding.tables[0]
-        run = Run.of(table.shape[0], rank, size)
-        words = Words(run.first, run.end, table.shape[0])
-        embedding = replace(embedding, tables=(table[run.first : run.end], *embedding.tables[1:]))
-    layers = tuple(_layer(layer, rank, size) for layer in model.layers)
-    part = None
-    if head is not None:
-        part = rows(head, [Run.of(_outputs(weight, head), rank, size) for weight in head.weights])
-    return RankModel(Transformer(embedding, layers, model.final_norm), group, words, part)
+
+    dim: int
+    total: int
+    needed: tuple[tuple[IndexRun, ...], ...]
+
+    @classmethod
+    def chunks(cls, dim: int, total: int, size: int) -> TensorCut:
+        """What is needed is what is stored."""
+        return cls(dim, total, tuple((IndexRun.of(total, r, size),) for r in range(size)))
+
+    @property
+    def size(self) -> int:
+        return len(self.needed)
+
+    def stored(self, rank: int) -> IndexRun:
+        """What a rank stores: a chunk."""
+        return IndexRun.of(self.total, rank, self.size)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every rank computes with what it stores."""
+        return all(runs == (self.stored(r),) for r, runs in enumerate(self.needed))
+
+    def count(self, rank: int) -> int:
+        """How many rows a rank computes with."""
+        return sum(run.count for run in self.needed[rank])
 
 
-def rows(projection: Projection, runs: list[Run]) -> Projection:
-    """The outputs `runs`, one run of each part of a projection."""
-    pairs = list(zip(projection.weights, runs, strict=True))
-    taken = tuple(w[:, r.first : r.end] if projection.transposed else w[r.first : r.end] for w, r in pairs)
-    biases = tuple(None if b is None else b[r.first : r.end] for b, r in zip(projection.biases, runs, strict=True))
-    return Projection(taken, biases, projection.transposed)
+Cuts = dict[int, TensorCut | None]  # by id of the tensor; None is replicated
 
 
-def columns(projection: Projection, run: Run) -> Projection:
-    """The inputs `run` of a projection; its bias stays whole, as it is added to the sum of all ranks."""
-    taken = tuple(
-        w[run.first : run.end] if projection.transposed else w[:, run.first : run.end] for w in projection.weights
-    )
-    return replace(projection, weights=taken)
+def cuts(model_spec: ModelSpec, size: int) -> Cuts:
+    """How each tensor is cut for `size` ranks. Raises where a rank would have nothing to compute."""
+    found: Cuts = {}
+    model = model_spec.transformer
+    if not model.layers:
+        raise Unsupported("the model has no layers, expected at least one: there is nothing to share among ranks")
+    if model.embedding is not None:
+        words = model.embedding.tables[0].shape[0]
+        if IndexRun.of(words, size - 1, size).count == 0:
+            raise ValueError(f"{size} ranks cannot share a vocabulary of {words} words: a rank would have none")
+        _add(found, model.embedding.tables[0], TensorCut.chunks(0, words, size))
+        for table in model.embedding.tables[1:]:
+            _add(found, table, None)
+        _add_norm(found, model.embedding.norm)
+    for layer in model.layers:
+        _add_attention(found, layer.attention, size)
+        _add_mlp(found, layer.mlp, size)
+        _add_norm(found, layer.attention_norm)
+        _add_norm(found, layer.mlp_norm)
+    _add_norm(found, model.final_norm)
+    if model_spec.head is not None:
+        _add_head(found, model_spec.head, model.embedding, size)
+    return found
 
 
-def split_qkv(qkv: Projection, attention: Attention) -> Projection:
-    """The same projection in three parts; GPT-2 stores it in one."""
+def _add(found: Cuts, tensor: Tensor | None, cut: TensorCut | None) -> None:
+    if tensor is None:
+        return
+    if found.setdefault(id(tensor), cut) != cut:
+        raise Unsupported(f"a tensor of shape {list(tensor.shape)} has two roles that are cut in different ways")
+
+
+def _add_norm(found: Cuts, norm: Norm | None) -> None:
+    if norm is not None:
+        _add(found, norm.weight, None)
+        _add(found, norm.bias, None)
+
+
+def _add_outputs(found: Cuts, projection: Projection, needed: list[tuple[tuple[IndexRun, ...], ...]]) -> None:
+    """A column-parallel projection; `needed` has the runs of every rank for each part."""
+    dim = 1 if projection.transposed else 0
+    for weight, bias, runs in zip(projection.weights, projection.biases, needed, strict=True):
+        _add(found, weight, TensorCut(dim, weight.shape[dim], runs))
+        if bias is not None:
+            _add(found, bias, TensorCut(0, weight.shape[dim], runs))
+
+
+def _add_inputs(found: Cuts, projection: Projection, needed: tuple[tuple[IndexRun, ...], ...]) -> None:
+    """A row-parallel projection; its bias is added to the sum of all ranks, so it is whole."""
+    (weight,), (bias,) = projection.weights, projection.biases
+    dim = 0 if projection.transposed else 1
+    _add(found, weight, TensorCut(dim, weight.shape[dim], needed))
+    _add(found, bias, None)
+
+
+def _add_attention(found: Cuts, attention: Attention, size: int) -> None:
+    d, qkv = attention.head_dim, attention.qkv
+    heads = [Heads.of(attention, rank, size) for rank in range(size)]
+    queries, keys = [h.queries.times(d) for h in heads], [h.keys.times(d) for h in heads]
+    apart: list[tuple[tuple[IndexRun, ...], ...]]
     if len(qkv.weights) == 3:
-        return qkv
-    (weight,), (bias,) = qkv.weights, qkv.biases
-    sizes = [h * attention.head_dim for h in (attention.heads, attention.kv_heads, attention.kv_heads)]
-    biases = (None, None, None) if bias is None else tuple(torch.split(bias, sizes))
-    return Projection(tuple(torch.split(weight, sizes, dim=1 if qkv.transposed else 0)), biases, qkv.transposed)
+        apart = [tuple((run,) for run in runs) for runs in (queries, keys, keys)]
+    else:  # q, k and v end to end in one tensor
+        k_at, v_at = attention.heads * d, (attention.heads + attention.kv_heads) * d
+        apart = [tuple((q, k.shifted(k_at), k.shifted(v_at)) for q, k in zip(queries, keys, strict=True))]
+    _add_outputs(found, qkv, apart)
+    _add_inputs(found, attention.out, tuple((run,) for run in queries))
 
 
-def _layer(layer: Layer, rank: int, size: int) -> Layer:
-    attention, mlp = layer.attention, layer.mlp
-    heads, d = Heads.of(attention, rank, size), attention.head_dim
-    queries, keys = heads.queries.times(d), heads.keys.times(d)
-    mine = replace(
-        attention,
-        qkv=rows(split_qkv(attention.qkv, attention), [queries, keys, keys]),
-        out=columns(attention.out, queries),
-        heads=heads.queries.count,
-        kv_heads=heads.keys.count,
-    )
-    return replace(layer, attention=mine, mlp=_mlp(mlp, rank, size))
+def _add_mlp(found: Cuts, mlp: Mlp, size: int) -> None:
+    if mlp.gated and len(mlp.up.weights) == 1:
+        raise Unsupported("an MLP with gate and up in one weight is not supported; expected two weights")
+    width = mlp.up.weights[0].shape[1 if mlp.up.transposed else 0]
+    if IndexRun.of(width, size - 1, size).count == 0:
+        raise ValueError(f"{size} ranks cannot share an MLP of width {width}: a rank would have nothing to compute")
+    runs = TensorCut.chunks(0, width, size).needed
+    _add_outputs(found, mlp.up, [runs] * len(mlp.up.weights))
+    _add_inputs(found, mlp.down, runs)
 
 
-def _mlp(mlp: Mlp, rank: int, size: int) -> Mlp:
-    up = mlp.up
-    if mlp.gated and len(up.weights) == 1:
-        raise ValueError("a gated MLP with gate and up in one weight cannot be cut; expected two weights")
-    run = Run.of(_outputs(up.weights[0], up), rank, size)
-    if Run.of(_outputs(up.weights[0], up), size - 1, size).count == 0:
-        raise ValueError(f"{size} ranks cannot share an MLP of width {_outputs(up.weights[0], up)}: use fewer ranks")
-    return replace(mlp, up=rows(up, [run] * len(up.weights)), down=columns(mlp.down, run))
-
-
-def _outputs(weight: Tensor, projection: Projection) -> int:
-    return weight.shape[1 if projection.transposed else 0]
+def _add_head(found: Cuts, head: VocabularyHead, embedding: Embedding | None, size: int) -> None:
+    words = head.projection.weights[0].shape[0]
+    if embedding is not None and embedding.tables[0].shape[0] != words:
+        raise Unsupported(
+            f"the embedding has {embedding.tables[0].shape[0]} words and the head {words}, expected as many of each"
+        )
+    if IndexRun.of(words, size - 1, size).count == 0:
+        raise ValueError(f"{size} ranks cannot share a vocabulary of {words} words: a rank would have none")
+    _add_outputs(found, head.projection, [TensorCut.chunks(0, words, size).needed])
+    if head.transform is not None:
+        for tensor in tensors(head.transform):
+            _add(found, tensor, None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import threading
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,20 +19,19 @@ from torch.distributed.fsdp import FSDPModule
 from weft._torch import own_buffers, own_parameters
 from weft.kernels.attention import dropout_seed
 from weft.kernels.freshness import Stamp
-from weft.packed import spec
-from weft.packed.call import Inputs, Kept
+from weft.models.spec import ModelSpec, Transformer, outline, tensors
+from weft.models.watch import Watch, check_global_hooks, check_hooks
 from weft.packed.engine import AttentionDropout, runs_as_training
-from weft.parallel import training
-from weft.parallel.describe import Cuts, Described, cuts, outline
-from weft.parallel.exchange import agree, gather
-from weft.parallel.inference.door import check_vectors
-from weft.parallel.inference.host_wire import HostWire
-from weft.parallel.inference.network import NetworkWire
-from weft.parallel.inference.program import RankProgram
-from weft.parallel.part import Part, part_of
-from weft.parallel.share import Share, gather_rows
-from weft.parallel.structure import Structure
-from weft.parallel.told import digest, told
+from weft.parallel.cut import Cuts, cuts
+from weft.parallel.rank_model import rank_model_of
+from weft.parallel.training import Noise, RankOps
+from weft.transformer.call import NO_EXTRAS, Extras, Inputs, check_vectors, digest
+from weft.transformer.exchange import agree, gather, gather_rows
+from weft.transformer.host_wire import HostWire
+from weft.transformer.network import NetworkWire
+from weft.transformer.program import RankProgram
+from weft.transformer.ranks import RankModel, Share
+from weft.transformer.training import TrainingCall, forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,120 +50,142 @@ class Ranks:
 
 
 @dataclass(frozen=True, eq=False)
-class Passed:
+class RankStates:
     """What a pass leaves: this rank's rows [T_r, width] after the last layer, and what it was made with."""
 
     rows: Tensor
     share: Share
-    part: Part
+    model: RankModel
+    group: ProcessGroup
 
     def whole(self, rows: Tensor | None = None) -> Tensor:
         """[T, width] on every rank, of the last rows or of others."""
-        return gather_rows(self.rows if rows is None else rows, self.share, self.part.model.group)
+        return gather_rows(self.rows if rows is None else rows, self.share, self.group)
 
 
 class _Places:
     """Which tensors a module had, and where. FSDP, `to(dtype)` and `functional_call` put others there."""
 
-    def __init__(self, module: nn.Module, described: Described) -> None:
-        wanted = {id(t) for t in spec.tensors((described.transformer, described.head))}
+    def __init__(self, module: nn.Module, leaves: list[Tensor]) -> None:
+        wanted = {id(t) for t in leaves}
         holders: list[dict[str, Any]] = [d for m in module.modules() for d in (own_parameters(m), own_buffers(m))]
-        self._taken = [(holder, name, t) for holder in holders for name, t in holder.items() if id(t) in wanted]
-        self._is_complete = len({id(t) for _, _, t in self._taken}) == len(wanted)
+        self._found = [(holder, name, t) for holder in holders for name, t in holder.items() if id(t) in wanted]
+        self._is_complete = len({id(t) for _, _, t in self._found}) == len(wanted)
 
     def hold(self) -> bool:
         # Tensors that are no parameters, as torch's DDP makes of DTensors, are others in every call.
-        return self._is_complete and all(holder.get(name) is t for holder, name, t in self._taken)
+        return self._is_complete and all(holder.get(name) is t for holder, name, t in self._found)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """What was read of a module: its description, what follows from that, and when it is stale.
+
+    `acts`: a layer is in training mode. Where others are not, the description says that these drop nothing.
+    """
+
+    watch: Watch
+    places: _Places
+    spec: ModelSpec
+    cuts: Cuts
+    outline: str
+    leaves: list[Tensor]
+    acts: bool
+
+    def holds(self) -> bool:
+        return self.watch.holds() and self.places.hold()
 
 
 @dataclass(eq=False)
-class _Kept:
-    """What is kept without gradients: this rank's part and a program of it, and what these were made of."""
+class _InferenceState:
+    """What is held without gradients: this rank's part and a program of it, and what these were made of."""
 
     outline: str
     leaves: list[Tensor]
     stamp: Stamp
-    part: Part
+    model: RankModel
     program: RankProgram | None = None
 
-    def is_of(self, outline: str, leaves: list[Tensor]) -> bool:
+    def is_of(self, read: _Reading) -> bool:
         """Whether it was made of the same tensors in the same places, and none has changed."""
-        same = self.outline == outline and len(self.leaves) == len(leaves)
-        return same and all(map(operator.is_, self.leaves, leaves)) and self.stamp.holds(leaves)
+        same = self.outline == read.outline and len(self.leaves) == len(read.leaves)
+        return same and all(map(operator.is_, self.leaves, read.leaves)) and self.stamp.holds(read.leaves)
 
 
 class ParallelEngine:
     """The description of a module and this rank's part of it, made again when the module or its parameters change."""
 
     def __init__(
-        self, module: nn.Module, describe: Callable[[], Described], dropout: AttentionDropout, ranks: Ranks,
+        self, module: nn.Module, describe: Callable[[], ModelSpec], dropout: AttentionDropout, ranks: Ranks, *,
         called: Callable[[], Iterable[nn.Module]], stack: Callable[[], nn.Module],
     ) -> None:  # fmt: skip
         """`called` are the modules that run by their own code; `stack` is the one that holds the layers."""
         self._module, self._describe, self._dropout, self.ranks = module, describe, dropout, ranks
         self._called, self._stack = called, stack
-        self._described: Described | None = None
-        self._structure: Structure | None = None
-        self._places: _Places | None = None
-        self._outline = ""
-        self._leaves: list[Tensor] = []
-        self._states: list[dict[str, Any]] = []
-        self.looked_at: Described | None = None  # the description of now, for as long as a call takes
-        self.cuts: Cuts = {}
-        self._kept: _Kept | None = None
+        self._last: _Reading | None = None
+        self._fixed: ModelSpec | None = None  # the description of now, for as long as a call takes
+        self._state: _InferenceState | None = None
         self._wire: HostWire | NetworkWire | None = None
 
     @property
-    def described(self) -> Described:
+    def spec(self) -> ModelSpec:
         """The description of the module as it is now. Raises where a hook of the user's would not run."""
-        if self.looked_at is not None:
-            return self.looked_at
-        if (
-            self._described is None
-            or self._structure is None
-            or self._places is None
-            or not (self._structure.holds() and self._places.hold())
-        ):
-            self._described = None
-            self._structure = Structure(self._module, self._called())
-            self._structure.check_hooks()
-            described = self._describe()
-            self.cuts = cuts(described, self.ranks.group.size())
-            self._places = _Places(self._module, described)
-            self._outline, self._leaves = (
-                outline(described),
-                list(spec.tensors((described.transformer, described.head))),
-            )
-            self._states = [m.__dict__ for m in self._stack().modules()]
-            self._described = described
-        self._structure.check_hooks()
-        return self._described
+        return self._fixed or self._read().spec
+
+    @contextmanager
+    def fixed(self, spec: ModelSpec) -> Iterator[None]:
+        """Takes a description for that of now, for as long as a call takes: looking at all modules once is enough."""
+        before, self._fixed = self._fixed, spec
+        try:
+            yield
+        finally:
+            self._fixed = before
+
+    def _read(self) -> _Reading:
+        if self._last is not None and self._last.spec is self._fixed:
+            return self._last
+        check_global_hooks()
+        if self._last is None or not self._last.holds():
+            self._last = None
+            watch = Watch(list(self._module.modules()), tensors=False)
+            check_hooks(self._module, called=self._called())
+            spec = self._describe()
+            leaves = list(tensors(spec))
+            self._last = _Reading(
+                watch, _Places(self._module, leaves), spec, cuts(spec, self.ranks.group.size()), outline(spec), leaves,
+                any(m.training for m in self._stack().modules()),
+            )  # fmt: skip
+        return self._last
 
     @property
     def acts(self) -> bool:
-        """Whether a layer is in training mode. Where others are not, the description says that these drop nothing."""
-        self.described  # noqa: B018
-        return any(state["training"] for state in self._states)
+        """Whether dropout acts."""
+        return self._read().acts
 
     @property
-    def model(self) -> spec.Transformer:
+    def cuts(self) -> Cuts:
+        """How each tensor of the description is cut."""
+        return self._read().cuts
+
+    @property
+    def model(self) -> Transformer:
         """The described stack; its tensors are DTensors."""
-        return self.described.transformer
+        return self.spec.transformer
 
     @property
     def vocabulary(self) -> int:
         """How many words the head tells apart."""
-        head = self.described.head
+        head = self.spec.head
         assert head is not None
         return head.projection.weights[0].shape[0]
 
-    def part(self, *, split: bool) -> Part:
+    def rank_model(self, *, split: bool) -> RankModel:
         """What this rank computes with. Without gradients it is kept until something changes. Collective."""
-        described = self.described
+        read = self._read()
         if torch.is_grad_enabled():
-            self._kept = None
-            return part_of(described, self.cuts, self.ranks.group, split=split)
-        return self._current(described, "a pass without gradients").part
+            self._state = None
+            return rank_model_of(read.spec, read.cuts, self.ranks.group, split=split)
+        return self._current(read, "a pass without gradients").model
 
     def program(self, asked: str = "inference") -> RankProgram:
         """What inference runs on, made again when something has changed on any rank. Collective.
@@ -171,34 +193,34 @@ class ParallelEngine:
         `asked` says what for: ranks that say different things raise `PeerMismatch`, before anything else happens.
         """
         with torch.no_grad():
-            kept = self._current(self.described, asked)
-        if kept.program is None:
-            kept.program = RankProgram(kept.part.model, wire=self._wire)
-            self._wire = kept.program.wire
-        return kept.program
+            state = self._current(self._read(), asked)
+        if state.program is None:
+            state.program = RankProgram(state.model, wire=self._wire)
+            self._wire = state.program.wire
+        return state.program
 
     def forget(self) -> None:
         """Makes what is kept anew in the next call. All ranks do it, or none."""
-        self._kept = None
+        self._state = None
 
-    def _current(self, described: Described, asked: str) -> _Kept:
+    def _current(self, read: _Reading, asked: str) -> _InferenceState:
         """What is kept, if it is good on all ranks; making it is collective, so that one rank's verdict is everyone's.
 
         A rank cannot know whether another one's weights were written to, and would wait for it, or compute with
         weights of another time than its own.
         """
-        kept, leaves = self._kept, self._leaves
+        state = self._state
         # FSDP fills parameters without counting up their versions.
         is_fsdp = isinstance(self._module, FSDPModule)
-        good = kept is not None and not is_fsdp and kept.is_of(self._outline, leaves)
+        good = state is not None and not is_fsdp and state.is_of(read)
         if not self._all_agree(good, asked):
-            self._kept = kept = None  # two copies of the weights need not be held at once
-            agree(self.ranks.group, f"{type(self._module).__name__} as {self._outline}")
-            stamp = Stamp.of(leaves)  # before they are read: who writes meanwhile is noticed in the next call
-            part = part_of(described, self.cuts, self.ranks.group, split=False)
-            self._kept = kept = _Kept(self._outline, leaves, stamp, part)
-        assert kept is not None
-        return kept
+            self._state = state = None  # two copies of the weights need not be held at once
+            agree(self.ranks.group, f"{type(self._module).__name__} as {read.outline}")
+            stamp = Stamp.of(read.leaves)  # before they are read: who writes meanwhile is noticed in the next call
+            model = rank_model_of(read.spec, read.cuts, self.ranks.group, split=False)
+            self._state = state = _InferenceState(read.outline, read.leaves, stamp, model)
+        assert state is not None
+        return state
 
     def _all_agree(self, good: bool, asked: str) -> bool:
         """Whether all ranks say that what they keep is good. One word of each: through memory, where there is some."""
@@ -216,51 +238,65 @@ class ParallelEngine:
 
     def is_differentiable(self, inputs: Inputs) -> bool:
         """Whether a call runs as in training."""
-        return self.acts or runs_as_training(self._module, inputs, self._leaves)
+        read = self._read()
+        return read.acts or runs_as_training(self._module, inputs, read.leaves)
 
-    def __call__(self, inputs: Inputs, kept: Kept | None = None) -> Tensor:
-        """Hidden states [T, width], the same on every rank; `kept` gets what it asks for, whole, too."""
-        keeps = kept is not None and (kept.states is not None or kept.keys_values is not None)
-        if not keeps and not self.is_differentiable(inputs):
-            return self.program(told(inputs)).run(inputs)
-        passed = self.run(inputs, kept)
-        if kept is not None and kept.states is not None:
-            kept.states[:] = [passed.whole(rows) for rows in kept.states]
-        return passed.whole()
+    def __call__(self, inputs: Inputs, extras: Extras = NO_EXTRAS) -> Tensor:
+        """Hidden states [T, width], the same on every rank; `extras` get what they ask for, whole, too."""
+        alone = self.ranks.group.size() == 1
+        if (alone or extras.is_empty) and not self.is_differentiable(inputs):
+            return self.program("" if alone else str(inputs)).run(inputs, extras=extras)
+        done = self.run(inputs, extras)
+        if extras.states is not None:
+            extras.states[:] = [done.whole(rows) for rows in extras.states]
+        return done.whole()
 
     def run(
-        self, inputs: Inputs, kept: Kept | None = None, *, labels: Tensor | None = None, asked: str = ""
-    ) -> Passed:  # fmt: skip
-        """The rank's rows of the hidden states; `kept.states` get rows, `kept.keys_values` this rank's heads.
+        self, inputs: Inputs, extras: Extras, *, labels: Tensor | None = None, asked: str = ""
+    ) -> RankStates:  # fmt: skip
+        """The rank's rows of the hidden states; `extras.states` get rows, `extras.keys_values` this rank's heads.
 
         `labels`, and what else was `asked` for, are only compared between ranks, like the inputs.
         """
-        group, described = self.ranks.group, self.described
+        group, read = self.ranks.group, self._read()
+        transformer = read.spec.transformer
         if inputs.vectors is not None:
-            check_vectors(inputs, described.transformer.width, next(spec.tensors(described.transformer)).dtype)
+            check_vectors(inputs, transformer.width, next(tensors(transformer)).dtype)
         share = Share.of(inputs.tokens, rank=group.rank(), size=group.size())
         if share.size > 1:
-            told_labels = "none" if labels is None else digest(labels)
             agree(
                 group,
-                f"{type(self._module).__name__} on {told(inputs)} labels {told_labels} {asked} "
-                f"training={self.acts} gradients={torch.is_grad_enabled()} split={share.split} "
-                f"model {self._outline}",
+                f"{type(self._module).__name__} on {inputs} labels {'none' if labels is None else digest(labels)} "
+                f"{asked} training={read.acts} gradients={torch.is_grad_enabled()} split={share.split} "
+                f"model {read.outline}",
             )
-        part, noise = self.part(split=share.split), self._noise(described.transformer)
+        model, noise = self.rank_model(split=share.split), self._noise(read)
         drops = self._dropout is AttentionDropout.MODEL
-        rows = training.forward(part, inputs, share, noise=noise, drops_attention=drops, kept=kept or Kept())
-        return Passed(rows, share, part)
+        call = TrainingCall(inputs, RankOps(model, share, noise), noise is not None, drops, extras)
+        return RankStates(forward(model.transformer, call), share, model, group)
 
-    def _noise(self, model: spec.Transformer) -> training.Noise | None:
-        if not (self.acts and _drops(model)):
+    def _noise(self, read: _Reading) -> Noise | None:
+        if not (read.acts and _drops(read.spec.transformer)):
             return None
         group = self.ranks.group
         seeds = gather(group, dropout_seed(), what="the seed of dropout")
-        return training.Noise.of(int(seeds[0]), group.rank())
+        return Noise.of(int(seeds[0]), group.rank())
 
 
-def _drops(model: spec.Transformer) -> bool:
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """With FSDP around a model, its parameters lie on the one axis that shares it; collective over the other."""
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
+
+
+def _drops(model: Transformer) -> bool:
     embedding = 0.0 if model.embedding is None else model.embedding.dropout
     return embedding > 0 or any(
         max(a.attention.dropout, a.mlp.dropout, a.attention_out_dropout, a.mlp_out_dropout) > 0 for a in model.layers

@@ -1,4 +1,4 @@
-"""A Llama in stages for `weft.Pipeline`, each shared by the ranks of a mesh axis.
+"""A decoder in stages for `weft.Pipeline`, each shared by the ranks of a mesh axis.
 
     stage 0        ids [T]        -> embedding, its layers                -> x [T_r, width]
     stage i        x [T_r, width] -> its layers                           -> x [T_r, width]
@@ -21,40 +21,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 from weft.kernels.door import offsets_at
-from weft.packed import training as packed_training
-from weft.packed.call import Inputs, Kept
+from weft.models.families import FAMILIES, family_of
+from weft.models.family import Family, HeadKind
+from weft.models.spec import ModelSpec
+from weft.packed.boundaries import positions_of
 from weft.packed.engine import AttentionDropout
-from weft.packed.models.common import linear
-from weft.packed.models.inputs import checked_index
-from weft.packed.models.llama import describe_llama
-from weft.parallel.cut import Run
-from weft.parallel.describe import Described, VocabularyHead, cuts
+from weft.packed.inputs import checked_index
+from weft.parallel.cut import cuts
 from weft.parallel.distribute import distribute
-from weft.parallel.embedding import lookup
 from weft.parallel.engine import ParallelEngine, Ranks
-from weft.parallel.exchange import agree
-from weft.parallel.loss import check_targets, cross_entropy
-from weft.parallel.part import Part
-from weft.parallel.share import Share
-from weft.parallel.told import digest
-from weft.parallel.training import RankOps, logits
+from weft.parallel.training import RankOps, check_targets, cross_entropy, logits
+from weft.transformer.call import Inputs, digest
+from weft.transformer.exchange import agree
+from weft.transformer.ranks import IndexRun, Share
+from weft.transformer.training import TrainingCall, embed, layers
 
 
-class LlamaStage(nn.Module):
-    """Stage `index` of `count` of a `LlamaForCausalLM`, whose modules it takes over. See `llama_stage`."""
+class ModelStage(nn.Module):
+    """Stage `index` of `count` of a language model, whose modules it takes over. See `model_stage`."""
 
-    def __init__(self, whole: Any, index: int, count: int) -> None:
+    def __init__(self, whole: Any, family: Family, index: int, count: int) -> None:
         super().__init__()
+        assert family.stages is not None
+        names = family.stages
         self.index, self.count, self.config = index, count, whole.config
-        run = layers_of(len(whole.model.layers), index, count)
-        self.model = nn.Module()
+        base, self._family, self._names = getattr(whole, names.base), family, names
+        all_layers, mine = getattr(base, names.layers), nn.Module()
+        run = layers_of(len(all_layers), index, count)
+        setattr(self, names.base, mine)
         if index == 0:
-            self.model.embed_tokens = whole.model.embed_tokens
-        self.model.layers = nn.ModuleDict({str(i): whole.model.layers[i] for i in range(run.first, run.end)})
-        self.model.rotary_emb = whole.model.rotary_emb
+            setattr(mine, names.embedding, getattr(base, names.embedding))
+        setattr(mine, names.layers, nn.ModuleDict({str(i): all_layers[i] for i in range(run.first, run.end)}))
+        for name in names.everywhere:
+            setattr(mine, name, getattr(base, name))
         if index == count - 1:
-            self.model.norm = whole.model.norm
-            self.lm_head = whole.lm_head
+            setattr(mine, names.norm, getattr(base, names.norm))
+            setattr(self, names.head, getattr(whole, names.head))
         self._kind = type(whole)  # not the model: it holds the other stages
         self._engine: ParallelEngine | None = None
 
@@ -74,7 +76,9 @@ class LlamaStage(nn.Module):
         """Shares the stage among the ranks of a mesh with one axis. Collective over it; rank 0's weights count."""
         distribute(self, mesh, cuts(self._describe(), mesh.size()))
         ranks = Ranks(mesh, mesh.get_group())
-        self._engine = ParallelEngine(self, self._describe, AttentionDropout.OFF, ranks, lambda: [self], lambda: self)
+        self._engine = ParallelEngine(
+            self, self._describe, AttentionDropout.OFF, ranks, called=lambda: [self], stack=lambda: self
+        )
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor, next_ids: Tensor | None = None) -> Tensor:
         """x: ids [T] on the first stage, rows [T_r, width] on others; cu_seqlens int32 [B + 1]; next_ids int64 [T],
@@ -89,32 +93,25 @@ class LlamaStage(nn.Module):
         group, tokens = engine.ranks.group, int(cu_seqlens[-1]) if cu_seqlens.numel() else 0
         offsets_at(cu_seqlens, total=tokens)
         share = Share(tokens, group.rank(), group.size(), split=group.size() > 1)
-        positions = torch.arange(tokens) - cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff().long())
+        positions = positions_of(cu_seqlens, tokens)
         farthest = int(positions.max()) if tokens else 0
         self._check(x, share, farthest)
         if next_ids is not None and next_ids.shape != (tokens,):
             raise ValueError(f"next_ids have shape {list(next_ids.shape)}, expected one for each of {tokens} tokens")
         given = (cu_seqlens, x) if self.is_first else (cu_seqlens,)
         agree(group, f"stage {self.index} on {tokens} tokens, inputs {digest(*given)}, {torch.is_grad_enabled()}")
-        part = engine.part(split=share.split)
-        rows = self._embed(part, x, share) if self.is_first else x
-        inputs = Inputs(cu_seqlens, tokens, positions=positions, farthest=farthest)
-        call = packed_training.Call(inputs, False, False, Kept(), RankOps(part, share, None))
-        rows = packed_training.layers(part.model.transformer, rows, call)
+        model = engine.rank_model(split=share.split)
+        ids = (checked_index(x, "input_ids", self.config.vocab_size),) if self.is_first else ()
+        call = TrainingCall(Inputs(cu_seqlens, tokens, ids, None, positions, farthest), RankOps(model, share))
+        rows = embed(model.transformer.embedding, call) if self.is_first else x
+        rows = layers(model.transformer, rows, call)
         if not self.is_last:
             return rows
-        found = logits(part, rows, share)
+        found = logits(model, rows, share)
         if next_ids is None:
             return found
         check_targets(next_ids, self.config.vocab_size)
-        return cross_entropy(found, next_ids, part.model.words, group=group, items=1.0)
-
-    def _embed(self, part: Part, ids: Tensor, share: Share) -> Tensor:
-        index = checked_index(ids, "input_ids", self.config.vocab_size)
-        embedding = part.model.transformer.embedding
-        assert embedding is not None
-        table, model = embedding.tables[0], part.model
-        return lookup(table, index, model.words, share, model.group, padding=embedding.padding)
+        return cross_entropy(found, next_ids, model.words, group=group, items=1.0)
 
     def _check(self, x: Tensor, share: Share, farthest: int) -> None:
         expected = (share.tokens,) if self.is_first else (share.mine.count, self.config.hidden_size)
@@ -130,20 +127,16 @@ class LlamaStage(nn.Module):
                 f"a sequence has {farthest + 1} tokens, the model has {self.config.max_position_embeddings} positions"
             )
 
-    def _describe(self) -> Described:
-        model: Any = self.model
-        parts = SimpleNamespace(
-            config=self.config,
-            rotary_emb=model.rotary_emb,
-            embed_tokens=model.embed_tokens if self.is_first else None,
-            layers=list(model.layers.values()),
-            norm=model.norm if self.is_last else None,
-        )
-        transformer = describe_llama(parts)
-        return Described(transformer, VocabularyHead(linear(self.lm_head)) if self.is_last else None)
+    def _describe(self) -> ModelSpec:
+        names, base = self._names, getattr(self, self._names.base)
+        parts = {name: getattr(base, name, None) for name in (names.embedding, names.norm, *names.everywhere)}
+        parts[names.layers] = list(getattr(base, names.layers).values())
+        transformer = self._family.describe(SimpleNamespace(config=self.config, **parts))
+        read = self._family.heads[self._kind.__name__].vocabulary
+        return ModelSpec(transformer, read(self) if read is not None and self.is_last else None)
 
 
-def layers_of(layers: int, index: int, count: int) -> Run:
+def layers_of(layers: int, index: int, count: int) -> IndexRun:
     """The layers of a stage, as even as they go; the last stages, which also have the head, get the fewer.
 
     >>> [(r.first, r.end) for r in (layers_of(7, i, 3) for i in range(3))]
@@ -153,22 +146,22 @@ def layers_of(layers: int, index: int, count: int) -> Run:
         raise ValueError(f"got {count} stages for {layers} layers, expected at most one stage for each layer")
     each, more = divmod(layers, count)
     first = index * each + min(index, more)
-    return Run(first, first + each + (index < more))
+    return IndexRun(first, first + each + (index < more))
 
 
-def llama_stage(model: Any, index: int, count: int, mesh: DeviceMesh) -> LlamaStage:
-    """Stage `index` of `count` of a `LlamaForCausalLM`, shared by the ranks of `mesh`. Collective over these.
+def model_stage(model: Any, index: int, count: int, mesh: DeviceMesh) -> ModelStage:
+    """Stage `index` of `count` of a Hugging Face language model, shared by the ranks of `mesh`. Collective over these.
 
-        stage = llama_stage(LlamaForCausalLM(config), index, count, mesh["tp"])
+        stage = model_stage(LlamaForCausalLM(config), index, count, mesh["tp"])
         pipe = weft.Pipeline({index: stage}, meshes, schedule, loss_fn=lambda summed, count: summed / count,
                              **stage_layouts(count))
         pipe.step([ids, ...], [count, ...], cu_seqlens=[...], next_ids=[...])
 
     The model, which may be on the meta device, gives its modules away.
     """
-    name = type(model).__name__
-    if name != "LlamaForCausalLM":
-        raise ValueError(f"got a {name}, expected a LlamaForCausalLM to cut into stages")
+    family, name = family_of(model), type(model).__name__
+    if family is None or name not in supported():
+        raise ValueError(f"got a {name}, expected a {' or '.join(supported())} to cut into stages")
     if count > 1 and model.config.tie_word_embeddings:
         raise ValueError(
             "the first and the last stage would share one tied embedding, expected a model with "
@@ -176,9 +169,15 @@ def llama_stage(model: Any, index: int, count: int, mesh: DeviceMesh) -> LlamaSt
         )
     if model.config.attention_dropout:
         raise ValueError(f"attention_dropout is {model.config.attention_dropout}, expected 0.0 in stages")
-    stage = LlamaStage(model, index, count)
+    stage = ModelStage(model, family, index, count)
     stage.parallelize(mesh)
     return stage
+
+
+def supported() -> list[str]:
+    """The names of the classes that `model_stage` takes."""
+    able = [family for family in FAMILIES if family.stages is not None]
+    return [name for f in able for name, head in f.heads.items() if head.kind is HeadKind.NEXT_TOKEN]
 
 
 def stage_layouts(count: int) -> Mapping[str, Any]:

@@ -6,47 +6,32 @@ import copy
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from weft._torch import in_functorch, is_tracing
-from weft.packed.models.common import Unsupported
+from weft.errors import Unsupported
+from weft.models.twin import Twin, bind
+from weft.models.watch import recorder
+from weft.parallel.engine import gathered
 
 _DROPPED = "_weft_engine"  # belongs to one model, not to copies of it
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def check_caller() -> None:
-    """Raises where the call is being recorded: what a parallel model does cannot be replayed."""
-    if is_tracing():
-        raise Unsupported("torch.jit.trace: a parallel model cannot be traced; trace the model before parallelize")
-    if torch.compiler.is_exporting():
-        raise Unsupported("torch.export: a parallel model cannot be exported; export the model before parallelize")
-    if in_functorch():
-        raise Unsupported("torch.func (vmap, grad, jvp): a parallel model cannot be transformed; call it directly")
-
-
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """With FSDP around a model, its parameters lie on the one axis that shares it; collective over the other."""
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    model.unshard()
-    try:
-        yield
-    finally:
-        model.reshard()
-
-
-class ParallelModel:
+class ParallelModel(Twin):
     """Mixed into the class of every model that `parallelize` takes."""
+
+    weft_why = "a model that weft.parallelize has shared runs on kernels of its own"  # and ranks meet in one order
+
+    def weft_call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "_weft_ranks" not in self.__dict__:  # a plain model that was made by the class of a parallel one
+            return original(self, *args, **kwargs)
+        if (by := recorder()) is not None:
+            raise Unsupported(f"{by}: a parallel model cannot be recorded or transformed; do it before parallelize")
+        return self.weft_forward(original, bind(original, args, kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != _DROPPED}

@@ -254,7 +254,7 @@ def looped(generate: Generate) -> Generate:
 def weft_tp(size: ModelSize, mesh: DeviceMesh, *, overlap: str) -> Generate:
     """`weft.parallelize` and `weft.generate`."""
     from weft.parallel import parallelize
-    from weft.parallel.inference.generate import generate as weft_generate
+    from weft.transformer.generation import generate as weft_generate
 
     model = parallelize(hf_model(size), mesh, overlap=overlap).eval()
     return lambda prompts, tokens: weft_generate(model, prompts, max_new_tokens=tokens)

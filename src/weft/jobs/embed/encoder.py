@@ -18,8 +18,8 @@ from weft.jobs.embed import recipe
 from weft.jobs.embed.job import folder_identity
 from weft.jobs.embed.recipe import Recipe
 from weft.kernels import PackedWeight, linear
+from weft.packed.api import pack
 from weft.packed.batch import PackedBatch
-from weft.packed.models import pack
 
 
 def pool(batch: PackedBatch, pooling: recipe.Pooling, *, prompt: int = 0) -> Tensor:

@@ -20,7 +20,7 @@ from weft.errors import PeerLost
 from weft.jobs.train.job import MicroBatch, TrainJob
 from weft.parallel import parallelize
 from weft.parallel.files.load import load_sharded
-from weft.parallel.stages import llama_stage, stage_layouts
+from weft.parallel.stages import model_stage, stage_layouts
 from weft.pipeline import Pipeline
 from weft.pipeline.schedules.generators import schedule
 from weft.timeline import record
@@ -134,7 +134,7 @@ class Staged:
     def __init__(self, job: TrainJob, mesh: DeviceMesh) -> None:
         index, copy, _ = mesh.get_coordinate() or (0, 0, 0)
         count = job.microbatches // job.dp
-        self.module: nn.Module = llama_stage(_llama(job), index, job.pp, mesh["tp"])
+        self.module: nn.Module = model_stage(_llama(job), index, job.pp, mesh["tp"])
         self._copies = job.dp
         _start(self.module, job, mesh)
         if job.dp > 1:

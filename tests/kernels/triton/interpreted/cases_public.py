@@ -119,7 +119,7 @@ def test_packed_attention(dtype):
 @pytest.mark.parametrize("family", ["Bert", "Llama"])
 def test_a_whole_model(family, monkeypatch):
     """Inference and training of a packed model, neither by the program of native calls."""
-    monkeypatch.setattr("weft.packed.engine.Program", None)
+    monkeypatch.setattr("weft.packed.engine.RankProgram", None)
     model = packed_models.build(family, num_hidden_layers=1)
     ids, mask = packed_models.inputs([3, 9])
     real = mask.bool()

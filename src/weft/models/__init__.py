@@ -1,0 +1,8 @@
+"""What a model is: read once from its modules into frozen values, for `pack`, `parallelize`, `generate` and stages.
+
+spec       the values: layers, attention, norms, heads; walks over them, and whether their tensors fit each other
+family     `Family`, what one file of `families/` says; functions that read modules strictly
+families/  one file for each family, and the list of them
+watch      is the model still made as it was when it was read?
+twin       a model whose class gets another `forward`
+"""

@@ -1,0 +1,134 @@
+"""BERT, RoBERTa and DistilBERT: embeddings, then post-norm layers with bidirectional attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.models.family import (
+    Drops,
+    Family,
+    Head,
+    HeadKind,
+    Tokens,
+    activation,
+    activation_of,
+    encoder_heads,
+    layer_norm,
+    linear,
+    recomputes,
+    require,
+    table,
+)
+from weft.models.spec import (
+    Attention,
+    Embedding,
+    HeadTransform,
+    Layer,
+    Mlp,
+    NormOrder,
+    Transformer,
+    VocabularyHead,
+)
+
+
+def describe_bert(model: Any) -> Transformer:
+    """A `BertModel` or `RobertaModel`."""
+    require(
+        model.config,
+        {"is_decoder": [False], "add_cross_attention": [False], "position_embedding_type": ["absolute"]},
+    )
+    e, drops = model.embeddings, Drops(model.modules())
+    words, types, places = (table(t) for t in (e.word_embeddings, e.token_type_embeddings, e.position_embeddings))
+    embedding = Embedding(
+        (words[0], types[0], places[0]), ("input_ids", "token_type_ids", "position_ids"), layer_norm(e.LayerNorm),
+        drops.of(e.dropout), words[1], (types[1], places[1]),
+    )  # fmt: skip
+    return Transformer(embedding, tuple(_bert_layer(layer, drops) for layer in model.encoder.layer), None)
+
+
+def _bert_layer(layer: Any, drops: Drops) -> Layer:
+    attention, output = layer.attention.self, layer.attention.output
+    heads = attention.num_attention_heads
+    return Layer(
+        Attention(
+            linear(attention.query, attention.key, attention.value), linear(output.dense), heads, heads,
+            attention.attention_head_size, attention.scaling,
+            dropout=drops.of_weights(attention, attention.dropout),
+        ),
+        layer_norm(output.LayerNorm),
+        Mlp(
+            linear(layer.intermediate.dense), linear(layer.output.dense),
+            activation_of(layer.intermediate.intermediate_act_fn),
+        ),
+        layer_norm(layer.output.LayerNorm),
+        NormOrder.POST,
+        attention_out_dropout=drops.of(output.dropout),
+        mlp_out_dropout=drops.of(layer.output.dropout),
+        recomputes=recomputes(layer),
+    )  # fmt: skip
+
+
+def describe_distilbert(model: Any) -> Transformer:
+    """A `DistilBertModel`."""
+    e, drops = model.embeddings, Drops(model.modules())
+    words, places = table(e.word_embeddings), table(e.position_embeddings)
+    embedding = Embedding(
+        (words[0], places[0]), ("input_ids", "position_ids"), layer_norm(e.LayerNorm), drops.of(e.dropout), words[1],
+        (places[1],),
+    )  # fmt: skip
+    return Transformer(embedding, tuple(_distilbert_layer(layer, drops) for layer in model.transformer.layer), None)
+
+
+def _distilbert_layer(layer: Any, drops: Drops) -> Layer:
+    attention, ffn = layer.attention, layer.ffn
+    heads, width = attention.n_heads, attention.attention_head_size
+    return Layer(
+        Attention(
+            linear(attention.q_lin, attention.k_lin, attention.v_lin), linear(attention.out_lin), heads, heads, width,
+            attention.scaling, dropout=drops.of_weights(attention, attention.dropout),
+        ),
+        layer_norm(layer.sa_layer_norm),
+        Mlp(linear(ffn.lin1), linear(ffn.lin2), activation_of(ffn.activation)),
+        layer_norm(layer.output_layer_norm),
+        NormOrder.POST,
+        mlp_out_dropout=drops.of(ffn.dropout),  # and none after attention
+        recomputes=recomputes(layer),
+    )  # fmt: skip
+
+
+def roberta_positions(model: Any, batch: Tokens, padded_ids: Tensor | None) -> Tensor:
+    """RoBERTa counts the tokens that are not padding, from padding_idx + 1 on; padding tokens get padding_idx."""
+    pad: int = model.embeddings.padding_idx
+    if padded_ids is not None:  # tokens that the mask hides count too
+        real = (padded_ids != pad).to(torch.int64)
+        positions: Tensor = batch.gather(real.cumsum(1) * real + pad)
+        return positions
+    if batch.values.is_floating_point():  # embeddings: nobody knows which were padding tokens, so columns count
+        return batch.columns + pad + 1
+    real = (batch.values != pad).to(torch.int64)
+    counted = torch.cat([real.new_zeros(1), real.cumsum(0)])
+    before = counted[batch.cu_seqlens[:-1].long()].repeat_interleave(batch.lengths)
+    positions = (counted[1:] - before) * real + pad
+    return positions
+
+
+def masked_head(model: Any) -> VocabularyHead:
+    """Of a `BertForMaskedLM`."""
+    predictions = model.cls.predictions
+    t = predictions.transform
+    transform = HeadTransform(linear(t.dense), activation(model.config.hidden_act), layer_norm(t.LayerNorm))
+    return VocabularyHead(linear(predictions.decoder), transform)
+
+
+_POOLED = "BaseModelOutputWithPoolingAndCrossAttentions"
+
+BERT = Family(
+    "BertModel", describe_bert, _POOLED,
+    {**encoder_heads("Bert"), "BertForMaskedLM": Head(HeadKind.TOKENS, masked_head)},
+    on_ranks=True,
+)  # fmt: skip
+ROBERTA = Family("RobertaModel", describe_bert, _POOLED, encoder_heads("Roberta"), roberta_positions)
+DISTILBERT = Family("DistilBertModel", describe_distilbert, "BaseModelOutput", encoder_heads("DistilBert"))

@@ -1,0 +1,62 @@
+"""GPT-2: pre-norm layers with causal attention; its linear weights are stored transposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.errors import Unsupported
+from weft.models.family import (
+    Drops,
+    Family,
+    activation_of,
+    check_causal,
+    decoder_heads,
+    layer_norm,
+    recomputes,
+    require,
+    table,
+)
+from weft.models.spec import Attention, Embedding, Layer, Mlp, NormOrder, Projection, Transformer
+from weft.models.watch import is_of
+
+
+def describe_gpt2(model: Any) -> Transformer:
+    """A `GPT2Model`."""
+    require(model.config, {"add_cross_attention": [False]})
+    drops, words, places = Drops(model.modules()), table(model.wte), table(model.wpe)
+    embedding = Embedding(
+        (words[0], places[0]), ("input_ids", "position_ids"), None, drops.of(model.drop), words[1], (places[1],)
+    )
+    for block in model.h:
+        check_causal(model.config, block.attn)
+    return Transformer(embedding, tuple(_layer(block, drops) for block in model.h), layer_norm(model.ln_f))
+
+
+def _layer(block: Any, drops: Drops) -> Layer:
+    attention, mlp = block.attn, block.mlp
+    return Layer(
+        Attention(
+            _conv1d(attention.c_attn), _conv1d(attention.c_proj), attention.num_heads, attention.num_heads,
+            attention.head_dim, attention.scaling, right=0,
+            dropout=drops.of_weights(attention, attention.attn_dropout),
+        ),
+        layer_norm(block.ln_1),
+        Mlp(_conv1d(mlp.c_fc), _conv1d(mlp.c_proj), activation_of(mlp.act)),
+        layer_norm(block.ln_2),
+        NormOrder.PRE,
+        attention_out_dropout=drops.of(attention.resid_dropout),
+        mlp_out_dropout=drops.of(mlp.dropout),
+        recomputes=recomputes(block),
+    )  # fmt: skip
+
+
+def _conv1d(module: Any) -> Projection:
+    if not is_of(type(module), "transformers.pytorch_utils") or type(module).__name__ != "Conv1D":
+        raise Unsupported(f"expected transformers' Conv1D, got {type(module).__name__}; merge adapters first")
+    return Projection((module.weight,), (module.bias,), transposed=True)
+
+
+GPT2 = Family(
+    "GPT2Model", describe_gpt2, "BaseModelOutputWithPastAndCrossAttentions", decoder_heads("GPT2", "LMHeadModel"),
+    has_cache=True, on_ranks=True,
+)  # fmt: skip

@@ -1,0 +1,312 @@
+"""What the file of a family is written with: `Family`, and functions that read modules strictly.
+
+Nothing unknown is ever computed as if it were known. What a module does is read from the module, not from the config
+that it was once made with.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.errors import Unsupported
+from weft.models.spec import Norm, Projection, Transformer, VocabularyHead
+from weft.models.watch import check_untouched, is_of
+
+
+class HeadKind(Enum):
+    """Which states a head reads."""
+
+    TOKENS = "tokens"  # each token by itself
+    NEXT_TOKEN = "next token"  # each token by itself, its label is the next one's
+    FIRST = "first"  # the first column of the padded states
+    LAST = "last"  # the last token of each row that is not the padding token
+    SPANS = "spans"  # each token by itself, a softmax over the columns
+
+
+@dataclass(frozen=True)
+class Head:
+    """One class of a family with a head. `vocabulary` reads logits of words, which ranks share, out of such a model."""
+
+    kind: HeadKind
+    vocabulary: Callable[[Any], VocabularyHead] | None = None
+
+
+class Tokens(Protocol):
+    """What the positions of a family depend on: the tokens of a call, as `weft.packed.PackedBatch` has them."""
+
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def cu_seqlens(self) -> Tensor: ...
+    @property
+    def lengths(self) -> Tensor: ...
+    @property
+    def columns(self) -> Tensor: ...
+    def gather(self, padded: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class StageNames:
+    """Where the modules that pipeline stages share out are: in the base model, and the head in the whole one."""
+
+    base: str
+    embedding: str
+    layers: str
+    norm: str
+    head: str
+    everywhere: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """All that weft knows of a family of Hugging Face models.
+
+    base       the class of the base model; `heads` are the classes around it
+    describe   reads a base model
+    output     the class of transformers.modeling_outputs that the base model returns
+    positions  the positions [T] of tokens that say none, (model, tokens, padded ids); None: columns of the padded ids
+    has_cache  a decoder: it fills a cache of keys and values
+    on_ranks   `parallelize` takes it
+    stages     how it is cut into pipeline stages
+    """
+
+    base: str
+    describe: Callable[[Any], Transformer]
+    output: str
+    heads: Mapping[str, Head]
+    positions: Callable[[Any, Tokens, Tensor | None], Tensor] | None = None
+    has_cache: bool = False
+    on_ranks: bool = False
+    stages: StageNames | None = None
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of its classes."""
+        return [self.base, *self.heads]
+
+    def read(self, model: Any) -> Transformer:
+        """The description of a base model. Raises where a module in it would not compute what its class does."""
+        check_attention(model.config)
+        home = type(model).__module__
+        check_untouched(model, lambda kind: is_of(kind, home) or is_known(kind), called=called_in(model))
+        return self.describe(model)
+
+    def base_of(self, model: nn.Module) -> str:
+        """The name of the base model in one of the classes `heads`."""
+        for name, child in model.named_children():
+            if type(child).__name__ == self.base:
+                return name
+        raise Unsupported(f"{type(model).__name__} has no {self.base}; is it packed already, or changed?")
+
+
+def encoder_heads(name: str) -> dict[str, Head]:
+    """The usual classes around an encoder."""
+    kinds = {
+        "ForMaskedLM": HeadKind.TOKENS,
+        "ForTokenClassification": HeadKind.TOKENS,
+        "ForSequenceClassification": HeadKind.FIRST,
+        "ForQuestionAnswering": HeadKind.SPANS,
+    }
+    return {f"{name}{head}": Head(kind) for head, kind in kinds.items()}
+
+
+def causal_head(model: Any) -> VocabularyHead:
+    """Of a language model whose head is one linear."""
+    return VocabularyHead(linear(model.lm_head))
+
+
+def decoder_heads(name: str, causal: str) -> dict[str, Head]:
+    """The usual classes around a decoder; `causal` is the end of the name of its language model."""
+    return {
+        f"{name}{causal}": Head(HeadKind.NEXT_TOKEN, causal_head),
+        f"{name}ForSequenceClassification": Head(HeadKind.LAST),
+        f"{name}ForTokenClassification": Head(HeadKind.TOKENS),
+        f"{name}ForQuestionAnswering": Head(HeadKind.SPANS),
+    }
+
+
+def called_in(base: Any) -> list[nn.Module]:
+    """The modules of a base model that run by their own code: itself, and its pooler."""
+    pooler = getattr(base, "pooler", None)
+    return [base] if pooler is None else [base, *pooler.modules()]
+
+
+# transformers' names of activations -> ours
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+}
+# Those of its classes that have no options.
+_CLASSES = {
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
+    "SiLUActivation": "silu",
+}
+_FUNCTIONS = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu"}
+_LEAVES = (
+    nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList, nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh,
+)  # fmt: skip
+
+
+def is_known_leaf(kind: type) -> bool:
+    """Whether a class is one of those that adapters read: torch's own, and transformers' activations."""
+    return kind in _LEAVES or is_of(kind, "transformers.activations")
+
+
+def activation(name: object) -> str:
+    """Our name of a config's activation."""
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise Unsupported(f"the activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def activation_of(function: Any) -> str:
+    """Our name of what a module calls as its activation."""
+    kind = type(function)
+    if kind is nn.GELU:
+        return "gelu_tanh" if function.approximate == "tanh" else "gelu"
+    if kind in (nn.SiLU, nn.ReLU):
+        return "silu" if kind is nn.SiLU else "relu"
+    if is_of(kind, "transformers.activations"):
+        found = _CLASSES.get(kind.__name__) or _named_inside(kind.__name__, function.__dict__.get("act"))
+        if found is not None:
+            return found
+    if not isinstance(function, nn.Module) and function in _FUNCTIONS:
+        return _FUNCTIONS[function]
+    raise Unsupported(
+        f"the activation {function} is not supported; supported are those that transformers calls "
+        f"{', '.join(ACTIVATIONS)}, and torch's gelu, silu and relu"
+    )
+
+
+def _named_inside(kind: str, act: Any) -> str | None:
+    """GELUActivation and GELUTanh call an attribute, which may be a function of torch or their own."""
+    own = getattr(act, "__qualname__", "")
+    if kind == "GELUActivation" and (act is F.gelu or own == "GELUActivation._gelu_python"):
+        return "gelu"
+    is_torch = isinstance(act, functools.partial) and act.func is F.gelu and act.keywords == {"approximate": "tanh"}
+    return "gelu_tanh" if kind == "GELUTanh" and (is_torch or own == "GELUTanh._gelu_tanh_python") else None
+
+
+def linear(*modules: nn.Module) -> Projection:
+    """The stacked projection of plain linear modules."""
+    for module in modules:
+        if type(module) is not nn.Linear:
+            raise Unsupported(
+                f"expected a torch.nn.Linear, got {type(module).__module__}.{type(module).__name__}; "
+                f"merge adapters or undo quantization first"
+            )
+    plain: list[Any] = list(modules)
+    return Projection(tuple(m.weight for m in plain), tuple(m.bias for m in plain))
+
+
+def layer_norm(module: Any) -> Norm:
+    """A plain layernorm over the last dim."""
+    if type(module) is not nn.LayerNorm or len(module.normalized_shape) != 1:
+        raise Unsupported(f"expected a torch.nn.LayerNorm over one dim, got {module}")
+    return Norm(module.weight, module.bias, module.eps)
+
+
+def table(module: Any) -> tuple[Tensor, int | None]:
+    """The rows of a plain embedding, and which of them gets no gradient."""
+    if type(module) is not nn.Embedding:
+        raise Unsupported(f"expected a torch.nn.Embedding, got {type(module).__module__}.{type(module).__name__}")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise Unsupported(f"max_norm, scale_grad_by_freq and sparse of an embedding are not supported, got {module}")
+    return module.weight, module.padding_idx
+
+
+class Drops:
+    """How much each module of a model drops in training.
+
+    Where all modules are in one mode, that is for the call to say. Where they are not, those in eval mode drop nothing.
+
+    >>> model = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.2).eval())
+    >>> [Drops(model.modules()).of(dropout) for dropout in model]
+    [0.1, 0.0]
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._are_mixed = len({m.training for m in modules}) > 1
+
+    def of(self, dropout: nn.Module) -> float:
+        """The probability of a dropout module; 0 of torch.nn.Identity, which people put in its place."""
+        return 0.0 if type(dropout) is nn.Identity else self.of_weights(dropout, dropout)
+
+    def of_weights(self, attention: nn.Module, dropout: Any) -> float:
+        """The same of an attention, which takes the probability from a dropout module, or has it, and its own mode."""
+        if isinstance(dropout, nn.Module):
+            if type(dropout) is not nn.Dropout:
+                raise Unsupported(f"expected a torch.nn.Dropout, got {type(dropout).__name__}")
+            dropout = dropout.p
+        return 0.0 if self._are_mixed and not attention.training else float(dropout)
+
+
+def recomputes(layer: Any) -> bool:
+    """Whether gradient checkpointing is on for a layer of transformers."""
+    return bool(getattr(layer, "gradient_checkpointing", False) and layer.training)
+
+
+def require(config: Any, allowed: dict[str, Iterable[object]]) -> None:
+    """Raises unless each option of the config has one of the allowed values; an option it lacks is fine."""
+    for name, values in allowed.items():
+        value = getattr(config, name, None)
+        if value is not None and value not in list(values):
+            expected = " or ".join(repr(v) for v in values)
+            raise Unsupported(f"config.{name} = {value!r} is not supported; expected {expected}")
+
+
+def check_causal(config: Any, attention: Any) -> None:
+    """Raises where a decoder was told to look ahead, by its config or in one of its layers."""
+    require(config, {"is_causal": [True]})
+    if not attention.is_causal:
+        raise Unsupported("an attention of the model has is_causal = False, expected True: it would see later tokens")
+
+
+def is_known(kind: type) -> bool:
+    """Whether families know a class that is not of their own file in transformers."""
+    return is_known_leaf(kind) or (is_of(kind, "transformers.pytorch_utils") and kind.__name__ == "Conv1D")
+
+
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+
+
+def check_attention(config: Any) -> None:
+    """Raises where the model is told to compute attention by something that is not transformers' own."""
+    name = getattr(config, "_attn_implementation", None)
+    if name is None or name == "eager":
+        return
+    table: Any = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    function = table.get(name)
+    if name not in _ATTENTION or not str(getattr(function, "__module__", "transformers.")).startswith("transformers."):
+        raise Unsupported(
+            f"the attention implementation {name!r} is not transformers' own, and a packed model would not call it; "
+            f'call set_attn_implementation("sdpa") on the model'
+        )
+
+
+# Types whose frequencies do not depend on the length of the input.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def check_rope(kind: str) -> None:
+    """Raises unless the type of rotary positions is one that is supported."""
+    if kind not in _ROPE_TYPES:
+        raise Unsupported(f"rope_type {kind!r} is not supported; supported are {', '.join(_ROPE_TYPES)}")

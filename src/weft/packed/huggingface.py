@@ -1,0 +1,297 @@
+"""Hugging Face's models, packed from outside: the same call, on packed tokens.
+
+The layers of a base model are computed by weft, what is around them by their own code. Heads that work token by token
+(masked LM, token classification, causal LM) see packed rows as a batch of one, and their logits are padded again at the
+end; heads that look at one token of each sequence get padded states. Where a head has been given modules that may look
+at more than one token, it gets padded states, too, and only if nothing is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft._torch import own_modules
+from weft.errors import Unsupported
+from weft.models.family import Family, HeadKind, is_known_leaf
+from weft.models.spec import Transformer
+from weft.models.twin import Twin, twin_of
+from weft.models.watch import is_of
+from weft.packed.batch import PackedBatch
+from weft.packed.boundaries import MARKS, check_positions
+from weft.packed.engine import AttentionDropout, PackedEngine
+from weft.packed.inputs import (
+    as_output,
+    cache_to_fill,
+    check_columns,
+    checked_index,
+    ends_in_last_column,
+    fill_cache,
+    first_tokens,
+    goes_on,
+    last_tokens,
+    pack_inputs,
+    packed_labels,
+    packed_like,
+    reject,
+    returned,
+    wants_states,
+)
+from weft.transformer.call import Extras, Inputs
+
+
+def pack_base(model: nn.Module, family: Family, dropout: AttentionDropout) -> nn.Module:
+    """The packed twin of a base model."""
+    twin: Any = twin_of(model, PackedBase, {"_weft": (family, dropout), "weft_flattens": True})
+    twin.weft_engine().model  # noqa: B018  # raises now if the model cannot be packed
+    return twin  # type: ignore[no-any-return]
+
+
+def pack_head(model: nn.Module, family: Family, dropout: AttentionDropout) -> nn.Module:
+    """The packed twin of a model with a head."""
+    base, kind = family.base_of(model), family.heads[type(model).__name__].kind
+    packed = pack_base(getattr(model, base), family, dropout)
+    twin = twin_of(model, PackedHead, {"_weft_head": kind, "_weft_base": base})
+    own_modules(twin)[base] = packed
+    return twin
+
+
+@dataclass(frozen=True, eq=False)
+class PackedCall:
+    """Checked inputs on their way through a head to the base model, and what the output must hold."""
+
+    batch: PackedBatch
+    inputs: Inputs
+    wants_states: bool
+    cache: Any  # to be filled, or None
+
+
+_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "output_hidden_states", "return_dict"}
+_CACHE = {"use_cache", "past_key_values", "cache_position"}
+
+
+class PackedBase(Twin):
+    """Mixed into the class of a base model. `_weft` is (family, whether attention weights are dropped).
+
+    `weft_flattens`: it takes rows that hold several texts.
+    """
+
+    _weft: tuple[Family, AttentionDropout]
+    weft_flattens = False
+
+    def weft_engine(self) -> PackedEngine:
+        module: Any = self
+        family, dropout = self._weft
+        return self.weft_kept("_weft_engine", lambda: PackedEngine(module, family.read, dropout))
+
+    def weft_prepare(self, arguments: dict[str, Any]) -> PackedCall:
+        """Packs and checks the inputs of a call."""
+        family, _ = self._weft
+        self.weft_check()
+        model = self.weft_engine().model
+        assert model.embedding is not None
+        supported = _INPUTS | set(model.embedding.names) | (_CACHE if family.has_cache else set())
+        reject(arguments, supported | (MARKS if self.weft_flattens else set()), self)
+        batch, padded = self.weft_pack(arguments)
+        self._check_holes(batch, model)
+        positions = self._positions(batch, padded, arguments)
+        vectors = batch.values.contiguous() if batch.values.is_floating_point() else None
+        given = {"input_ids": batch.values, "position_ids": positions}
+        indices = []
+        for name, table in zip(model.embedding.names, model.embedding.tables, strict=True):
+            index = given[name] if name in given else packed_like(batch, arguments.get(name), name)
+            is_vectors = name == "input_ids" and vectors is not None
+            indices.append(index if is_vectors else checked_index(index, name, table.shape[0]))
+        if vectors is not None and vectors.shape[1:] != (model.width,):
+            raise ValueError(
+                f"inputs_embeds must have shape [batch, length, {model.width}], got {list(vectors.shape[1:])} a token"
+            )
+        farthest = int(positions.max()) if batch.tokens else 0
+        inputs = Inputs(
+            batch.cu_seqlens, batch.tokens, tuple(indices), vectors, positions.contiguous(), farthest, model
+        )
+        cache = (
+            cache_to_fill(self, arguments, batch, self.weft_engine().is_differentiable(inputs))
+            if family.has_cache
+            else None
+        )
+        return PackedCall(batch, inputs, self._wants_states(arguments), cache)
+
+    def weft_pack(self, arguments: dict[str, Any]) -> tuple[PackedBatch, Tensor | None]:
+        """The tokens of a call, and the padded ids where there are some."""
+        return pack_inputs(arguments, positions_split=self.weft_flattens and self._weft[0].has_cache)
+
+    def _wants_states(self, arguments: dict[str, Any]) -> bool:
+        config: Any = self.config  # type: ignore[attr-defined]
+        wants = wants_states(config, arguments)
+        if wants and getattr(config, "tie_last_hidden_states", None) is False:
+            raise Unsupported("config.tie_last_hidden_states = False is not supported; expected True")
+        return wants
+
+    def _positions(self, batch: PackedBatch, padded: Tensor | None, arguments: dict[str, Any]) -> Tensor:
+        family, given = self._weft[0], arguments.get("position_ids")
+        if given is None:
+            return batch.columns if family.positions is None else family.positions(self, batch, padded).to(torch.int64)
+        if given.dim() == 2 and given.shape[0] == 1:
+            given = given.expand(batch.padded_shape[0], -1)
+        positions = packed_like(batch, given, "position_ids")
+        if batch.tokens and int(positions.min()) < 0:
+            raise ValueError(f"position_ids must be >= 0, got {int(positions.min())}")
+        if not isinstance(arguments.get("input_ids"), PackedBatch):  # which says itself where texts end
+            check_positions(batch.cu_seqlens, positions)
+        return positions
+
+    @staticmethod
+    def _check_holes(batch: PackedBatch, model: Transformer) -> None:
+        windowed = any(layer.attention.left >= 0 or layer.attention.right > 0 for layer in model.layers)
+        if windowed and batch.has_holes:
+            raise Unsupported(
+                "the mask has holes and the model has sliding windows, which count the tokens in the holes; "
+                "take the masked tokens out of the sequences, or pad on one side only"
+            )
+
+    def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The output of the base model: padded for padded inputs, packed [T, width] for a `PackedBatch`."""
+        given = arguments.get("input_ids")
+        if goes_on(arguments):  # one new token for each sequence has no padding: the model's own code is as good
+            return original(self, **arguments)
+        prepared = given if isinstance(given, PackedCall) else self.weft_prepare(arguments)
+        extras = Extras([] if prepared.wants_states else None, None if prepared.cache is None else [])
+        hidden = self.weft_engine()(prepared.inputs, extras)
+
+        def place(states: Tensor) -> Tensor:
+            if isinstance(given, PackedCall):
+                return states[None]
+            return states if isinstance(given, PackedBatch) else prepared.batch.with_values(states).to_padded()
+
+        fields: dict[str, Any] = {"last_hidden_state": place(hidden)}
+        pooler = getattr(self, "pooler", None)
+        if pooler is not None:
+            fields["pooler_output"] = self._pooled(pooler, prepared.batch.with_values(hidden))
+        if extras.states is not None:
+            fields["hidden_states"] = (*map(place, extras.states), fields["last_hidden_state"])
+        if extras.keys_values is not None:
+            fields["past_key_values"] = fill_cache(prepared.cache, prepared.batch, extras.keys_values)
+        return as_output(self._weft[0].output, fields, self.config, arguments)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _pooled(pooler: nn.Module, batch: PackedBatch) -> Tensor:
+        """[rows, width]; zeros for a row without tokens, as everywhere at padding."""
+        pooled: Tensor = pooler(first_tokens(batch, "the pooler")[:, None])
+        is_filled = batch.real().any(1)
+        return pooled if bool(is_filled.all()) else pooled * is_filled[:, None]
+
+
+_BY_TOKEN = (HeadKind.TOKENS, HeadKind.NEXT_TOKEN)
+# What goes to the head itself, not to its base model.
+_OF_HEAD = {"labels", "return_dict", "num_items_in_batch"}
+
+
+class PackedHead(Twin):
+    """Mixed into the class of a model with a head. `_weft_head` is its kind, `_weft_base` the name of the base."""
+
+    _weft_head: HeadKind
+    _weft_base: str
+
+    def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The output of the model: padded for padded inputs, packed logits [T, ...] for a `PackedBatch`."""
+        self.weft_check()
+        self._check_base()
+        if goes_on(arguments):
+            return original(self, **arguments)
+        keep = arguments.get("logits_to_keep")
+        if isinstance(keep, int) and keep == 0:
+            arguments = {k: v for k, v in arguments.items() if k != "logits_to_keep"}
+        if self._weft_head in _BY_TOKEN and "logits_to_keep" not in arguments and self._mixing() is None:
+            return self._token_by_token(original, arguments)
+        return self._on_padded_states(original, arguments)
+
+    def _check_base(self) -> None:
+        base = getattr(self, self._weft_base)
+        if not isinstance(base, PackedBase):
+            raise Unsupported(
+                f"{type(self).__name__}.{self._weft_base} is a {type(base).__name__} that is not packed; "
+                f"pack the whole model again"
+            )
+
+    def _mixing(self) -> str | None:
+        """The name of a module of the head that may look at more than one token, for all that is known of it."""
+        model: Any = self
+        home = type(model).__module__
+        for name, child in model.named_children():
+            if name != self._weft_base:
+                for below, module in child.named_modules(prefix=name):
+                    if not _is_by_token(type(module), home) or "forward" in module.__dict__:
+                        return f"{below} ({type(module).__name__})"
+        return None
+
+    def _on_padded_states(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        name, kind = type(self).__name__, self._weft_head
+        if isinstance(arguments.get("input_ids"), PackedBatch):
+            raise Unsupported(f"{name} needs padded input_ids and an attention_mask, not a PackedBatch")
+        batch, padded_ids = getattr(self, self._weft_base).weft_pack(arguments)
+        is_padded = batch.tokens < batch.padded_shape[0] * batch.padded_shape[1]
+        if is_padded and kind is not HeadKind.FIRST and (mixing := self._mixing()) is not None:
+            raise Unsupported(
+                f"{name}.{mixing} is not known to work token by token, and some tokens here are padding, which is "
+                f"never computed; pass sequences of one length, or put the original module back"
+            )
+        self._check_reads(batch, padded_ids, arguments)
+        if kind is not HeadKind.SPANS:
+            return original(self, **arguments)
+        if is_padded and arguments.get("start_positions") is not None:
+            raise Unsupported(
+                f"start_positions: the loss of {name} counts the logits of padding, which is never computed; "
+                f"compute the loss from start_logits and end_logits, or pass sequences of one length"
+            )
+        output = original(self, **{**arguments, "return_dict": True})
+        if is_padded:
+            real = batch.real()
+            for key in ("start_logits", "end_logits"):  # no answer starts or ends in padding
+                logits: Tensor = output[key]
+                output[key] = logits.masked_fill(~real, torch.finfo(logits.dtype).min)
+        return returned(output, self.config, arguments)  # type: ignore[attr-defined]
+
+    def _check_reads(self, batch: PackedBatch, padded_ids: Tensor | None, arguments: dict[str, Any]) -> None:
+        """Raises where the head would read the state of padding."""
+        name, config = type(self).__name__, self.config  # type: ignore[attr-defined]
+        if self._weft_head is HeadKind.FIRST and getattr(config, "classifier_pooling", "cls") != "mean":
+            first_tokens(batch.with_values(batch.positions[:, None].float()), name)
+            check_columns(batch, torch.zeros(batch.padded_shape[0], dtype=torch.int64), name)
+        if self._weft_head is HeadKind.LAST:
+            check_columns(batch, last_tokens(batch, padded_ids, config.get_text_config().pad_token_id), name)
+        if "logits_to_keep" in arguments and not ends_in_last_column(batch):
+            raise Unsupported(
+                f"logits_to_keep: {name} keeps the last column, which is padding in some sequences here; "
+                f"pad on the left, as generation needs it"
+            )
+        if self._weft_head in _BY_TOKEN and arguments.get("labels") is not None:
+            packed_labels(batch, arguments["labels"], self._weft_head)
+
+    def _token_by_token(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        if getattr(self.config, "sparse_prediction", False):  # type: ignore[attr-defined]
+            raise Unsupported("config.sparse_prediction = True is not supported; expected False")
+        base = getattr(self, self._weft_base)
+        prepared = base.weft_prepare({k: v for k, v in arguments.items() if k not in _OF_HEAD})
+        rest = {k: v for k, v in arguments.items() if k in _OF_HEAD and v is not None}
+        if "labels" in rest:
+            rest["labels"] = packed_labels(prepared.batch, rest["labels"], self._weft_head)[None]
+        output = original(self, **{**rest, "input_ids": prepared, "return_dict": True})
+
+        def place(states: Tensor) -> Tensor:
+            packed: PackedBatch = prepared.batch.with_values(states[0])
+            return packed.values if isinstance(arguments.get("input_ids"), PackedBatch) else packed.to_padded()
+
+        output["logits"] = place(output.logits)
+        if output.get("hidden_states") is not None:
+            output["hidden_states"] = tuple(map(place, output.hidden_states))
+        return returned(output, self.config, arguments)  # type: ignore[attr-defined]
+
+
+def _is_by_token(kind: type, home: str) -> bool:
+    """Whether a module of this class computes each token of its input by itself."""
+    return is_known_leaf(kind) or is_of(kind, home) or kind in (nn.Sequential, nn.CrossEntropyLoss)

@@ -1,0 +1,261 @@
+"""What one rank computes with, of a model whose parameters are DTensors: differentiable, back to the DTensors.
+
+A DTensor is stored in equal chunks; attention needs whole heads. Where the two cuts differ, as for heads that the
+ranks do not divide or for a fused q, k, v, rows travel from the ranks that store them to those that compute with them:
+
+    c_attn of 2 heads, 2 ranks        stored   q0 q1 k0 | k1 v0 v1
+                                      needed   q0 k0 v0 | q1 k1 v1        q1, v0 move; k0, k1 shift
+
+All such tensors of a model travel in one message for each pair of ranks. Each row is stored once and needed once, so
+the gradient is the same move backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from weft.models.spec import Attention, Layer, Mlp, ModelSpec, Projection, Transformer, tensors, with_tensors
+from weft.parallel.cut import Cuts, Heads, TensorCut
+from weft.transformer.exchange import all_sum, exchange
+from weft.transformer.ranks import IndexRun, RankModel, Words
+
+
+def rank_model_of(model: ModelSpec, found: Cuts, group: ProcessGroup, *, split: bool) -> RankModel:
+    """What this rank computes with.
+
+    Where tokens are `split`, each rank has the gradient of its own rows only of a replicated parameter; then all of
+    these are added up over ranks in one message, when the backward pass is through.
+    """
+    leaves = list({id(t): t for t in tensors(model) if id(t) in found}.values())
+    held = [_local(t) for t in leaves]
+    known = {id(t): local for t, local in zip(leaves, held, strict=True)}
+    whole = [t for t in leaves if found[id(t)] is None and t.requires_grad]
+    if split and whole:
+        summed = _summing([known[id(t)] for t in whole], group)
+        known.update((id(t), local) for t, local in zip(whole, summed, strict=True))
+    crossing = [(t, cut) for t in leaves if (cut := found[id(t)]) is not None and not cut.is_aligned]
+    moved = realign([known[id(t)] for t, _ in crossing], [cut for _, cut in crossing], group)
+    known.update((id(t), local) for (t, _), local in zip(crossing, moved, strict=True))
+    return _built(model, known, group)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        raise ValueError("a parameter is no DTensor; it was replaced after parallelize, put a DTensor there instead")
+    if parameter.device_mesh.ndim != 1:
+        raise ValueError(
+            f"a parameter is sharded over {parameter.device_mesh.ndim} mesh axes during a call, expected one; "
+            "give the whole model to fully_shard, not its layers: layers are not called one by one"
+        )
+    return parameter.to_local()
+
+
+def _built(model: ModelSpec, known: dict[int, Tensor], group: ProcessGroup) -> RankModel:
+    rank, size = group.rank(), group.size()
+    local = with_tensors(model, lambda t: known.get(id(t), t))
+    layers = tuple(_with_heads(layer, rank, size) for layer in local.transformer.layers)
+    words = 0
+    if model.transformer.embedding is not None:
+        words = model.transformer.embedding.tables[0].shape[0]
+    elif model.head is not None:
+        words = model.head.projection.weights[0].shape[0]
+    head, transform = (None, None) if local.head is None else (local.head.projection, local.head.transform)
+    return RankModel(replace(local.transformer, layers=layers), group, Words.of(words, rank, size), head, transform)
+
+
+def _with_heads(layer: Layer, rank: int, size: int) -> Layer:
+    heads = Heads.of(layer.attention, rank, size)
+    return replace(layer, attention=replace(layer.attention, heads=heads.queries.count, kv_heads=heads.keys.count))
+
+
+def _summing(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    return list(_Summing.apply(group, *tensors))  # type: ignore[no-untyped-call]
+
+
+class _Summing(torch.autograd.Function):
+    """The same tensors; their gradients are sums over ranks. It runs once, when all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        total = all_sum(ctx.group, flat, what=f"gradients of {len(grads)} replicated parameters, {flat.numel()}")
+        parts = torch.split(total, [g.numel() for g in grads])
+        return None, *(part.view_as(g) for part, g in zip(parts, grads, strict=True))
+
+
+# Rows that move --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Move:
+    """`count` rows from row `start` of what `source` stores to row `at` of what `target` computes with."""
+
+    source: int
+    target: int
+    start: int
+    at: int
+    count: int
+
+
+def moves(cut: TensorCut) -> list[Move]:
+    """Every row's way, its own rank's too.
+
+    >>> one_each = [IndexRun(i, i + 1) for i in range(6)]
+    >>> cut = TensorCut(0, 6, (tuple(one_each[::2]), tuple(one_each[1::2])))
+    >>> [(m.source, m.target, m.start, m.at) for m in moves(cut)]
+    [(0, 0, 0, 0), (0, 0, 2, 1), (1, 0, 1, 2), (0, 1, 1, 0), (1, 1, 0, 1), (1, 1, 2, 2)]
+    """
+    found = []
+    for target, runs in enumerate(cut.needed):
+        at = 0
+        for run in runs:
+            for source in range(cut.size):
+                stored = cut.stored(source)
+                first, end = max(run.first, stored.first), min(run.end, stored.end)
+                if first < end:
+                    found.append(Move(source, target, first - stored.first, at + first - run.first, end - first))
+            at += run.count
+    return found
+
+
+def realign(stored: Sequence[Tensor], cuts: Sequence[TensorCut], group: ProcessGroup) -> list[Tensor]:
+    """What this rank computes with, of several tensors of which it stores a chunk; differentiable."""
+    if not stored:
+        return []
+    return list(_Realign.apply(tuple(cuts), group, *stored))  # type: ignore[no-untyped-call]
+
+
+class _Realign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cuts: tuple[TensorCut, ...], group: ProcessGroup, *stored: Tensor) -> tuple[Tensor, ...]:
+        ctx.cuts, ctx.group = cuts, group
+        sizes = [cut.count(group.rank()) for cut in cuts]
+        return _moved(stored, cuts, sizes, group, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        sizes = [cut.stored(ctx.group.rank()).count for cut in ctx.cuts]
+        return None, None, *_moved(grads, ctx.cuts, sizes, ctx.group, back=True)
+
+
+def _moved(
+    tensors: Sequence[Tensor], cuts: Sequence[TensorCut], sizes: list[int], group: ProcessGroup, *, back: bool
+) -> tuple[Tensor, ...]:
+    """Tensors of `sizes` along the dims of their cuts, filled with rows from everywhere."""
+    rank, ranks = group.rank(), range(group.size())
+    results = [_resized(t, c.dim, s) for t, c, s in zip(tensors, cuts, sizes, strict=True)]
+    leaving: list[list[Tensor]] = [[] for _ in ranks]
+    coming: list[list[Tensor]] = [[] for _ in ranks]
+    for tensor, result, cut in zip(tensors, results, cuts, strict=True):
+        for move in moves(cut):
+            here, there = (move.target, move.source) if back else (move.source, move.target)
+            begin, at = (move.at, move.start) if back else (move.start, move.at)
+            if here == rank:
+                leaving[there].append(tensor.narrow(cut.dim, begin, move.count))
+            if there == rank:
+                coming[here].append(result.narrow(cut.dim, at, move.count))
+    outgoing = [_flat(parts, tensors[0]) for parts in leaving]
+    incoming = [tensors[0].new_empty(sum(p.numel() for p in parts)) for parts in coming]
+    what = f"realign {'gradients' if back else 'weights'} of {len(cuts)} tensors"
+    exchange(group, outgoing, incoming, what=what)
+    for parts, data in zip(coming, incoming, strict=True):
+        for part, piece in zip(parts, torch.split(data, [p.numel() for p in parts]), strict=True):
+            part.copy_(piece.view(part.shape))
+    return tuple(results)
+
+
+def _resized(like: Tensor, dim: int, size: int) -> Tensor:
+    shape = list(like.shape)
+    shape[dim] = size
+    return like.new_empty(shape)
+
+
+def _flat(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in parts]) if parts else like.new_empty(0)
+
+
+# Without DTensors ------------------------------------------------------------------------------------------
+
+
+def cut_model(model: Transformer, group: ProcessGroup, *, head: Projection | None = None) -> RankModel:
+    """What this rank of `group` computes with of a model whose weights are whole: views of them where there can be.
+
+    The plain way, for tests and small models: every rank needs all weights. Differentiable.
+    """
+    rank, size = group.rank(), group.size()
+    embedding, words = model.embedding, Words.of(0)
+    if embedding is not None:
+        table = embedding.tables[0]
+        words = Words.of(table.shape[0], rank, size)
+        embedding = replace(embedding, tables=(table[words.first : words.end], *embedding.tables[1:]))
+    layers = tuple(_layer(layer, rank, size) for layer in model.layers)
+    part = None
+    if head is not None:
+        part = rows(head, [IndexRun.of(_outputs(weight, head), rank, size) for weight in head.weights])
+    return RankModel(Transformer(embedding, layers, model.final_norm), group, words, part)
+
+
+def rows(projection: Projection, runs: list[IndexRun]) -> Projection:
+    """The outputs `runs`, one run of each part of a projection."""
+    pairs = list(zip(projection.weights, runs, strict=True))
+    taken = tuple(w[:, r.first : r.end] if projection.transposed else w[r.first : r.end] for w, r in pairs)
+    biases = tuple(None if b is None else b[r.first : r.end] for b, r in zip(projection.biases, runs, strict=True))
+    return Projection(taken, biases, projection.transposed)
+
+
+def columns(projection: Projection, run: IndexRun) -> Projection:
+    """The inputs `run` of a projection; its bias stays whole, as it is added to the sum of all ranks."""
+    taken = tuple(
+        w[run.first : run.end] if projection.transposed else w[:, run.first : run.end] for w in projection.weights
+    )
+    return replace(projection, weights=taken)
+
+
+def split_qkv(qkv: Projection, attention: Attention) -> Projection:
+    """The same projection in three parts; GPT-2 stores it in one."""
+    if len(qkv.weights) == 3:
+        return qkv
+    (weight,), (bias,) = qkv.weights, qkv.biases
+    sizes = [h * attention.head_dim for h in (attention.heads, attention.kv_heads, attention.kv_heads)]
+    biases = (None, None, None) if bias is None else tuple(torch.split(bias, sizes))
+    return Projection(tuple(torch.split(weight, sizes, dim=1 if qkv.transposed else 0)), biases, qkv.transposed)
+
+
+def _layer(layer: Layer, rank: int, size: int) -> Layer:
+    attention, mlp = layer.attention, layer.mlp
+    heads, d = Heads.of(attention, rank, size), attention.head_dim
+    queries, keys = heads.queries.times(d), heads.keys.times(d)
+    mine = replace(
+        attention,
+        qkv=rows(split_qkv(attention.qkv, attention), [queries, keys, keys]),
+        out=columns(attention.out, queries),
+        heads=heads.queries.count,
+        kv_heads=heads.keys.count,
+    )
+    return replace(layer, attention=mine, mlp=_mlp(mlp, rank, size))
+
+
+def _mlp(mlp: Mlp, rank: int, size: int) -> Mlp:
+    up = mlp.up
+    if mlp.gated and len(up.weights) == 1:
+        raise ValueError("a gated MLP with gate and up in one weight cannot be cut; expected two weights")
+    run = IndexRun.of(_outputs(up.weights[0], up), rank, size)
+    if IndexRun.of(_outputs(up.weights[0], up), size - 1, size).count == 0:
+        raise ValueError(f"{size} ranks cannot share an MLP of width {_outputs(up.weights[0], up)}: use fewer ranks")
+    return replace(mlp, up=rows(up, [run] * len(up.weights)), down=columns(mlp.down, run))
+
+
+def _outputs(weight: Tensor, projection: Projection) -> int:
+    return weight.shape[1 if projection.transposed else 0]

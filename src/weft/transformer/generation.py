@@ -1,0 +1,211 @@
+"""`weft.generate`: prompts of any lengths in, tokens out, without a padded token anywhere."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.transformer.call import Inputs, digest
+from weft.transformer.memory import RankCache
+from weft.transformer.program import RankProgram
+from weft.transformer.sampling import Sampling, choose
+
+_PREFILL_TOKENS = 8192  # prompts are taken in together up to this many tokens
+
+
+def generate(
+    model: Any,
+    prompts: Sequence[Sequence[int] | Tensor],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eos: int | Collection[int] | None = None,
+) -> list[list[int]]:
+    """The tokens that follow each prompt: lists of at most `max_new_tokens`, the same on every rank.
+
+    model:     what `weft.parallelize` made of a Hugging Face decoder, or a `RankProgram`
+    prompts:   token numbers, a list or an int tensor [length] for each prompt; the same on all ranks
+    eos:       a token, or several, that ends a sequence; it is the last of its list. The model's own if None is given
+               and its generation config has one; an empty collection for none
+
+    Temperature 0 takes the most likely token. Otherwise tokens are drawn with random numbers that follow from `seed`
+    and the prompt's number in the list: the same prompt, seed and place give the same tokens, whatever else is in
+    the list. A sequence that has ended leaves the batch. Collective.
+
+        model = weft.parallelize(AutoModelForCausalLM.from_pretrained(...), mesh)
+        weft.generate(model, [[1, 5, 9], [1, 7]], max_new_tokens=32)
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    _check_number("max_new_tokens", max_new_tokens, lowest=0)
+    _check_number("seed", seed)
+    with _whole(model) as (words, limit, own_eos, program_for):
+        ends = _ends(own_eos) if eos is None else _checked_ends(eos, words)
+        given = [_checked(i, p, words, limit, max_new_tokens) for i, p in enumerate(_listed(prompts))]
+        if not given or max_new_tokens == 0:
+            return [[] for _ in given]
+        asked = f"{len(given)} prompts {digest(*given)} of {[len(p) for p in given[:8]]} tokens and more, "
+        asked += f"max_new_tokens={max_new_tokens} {sampling} seed={seed} eos={sorted(ends)}"
+        program = program_for(f"generate: {asked}")
+        with torch.inference_mode():
+            return Generation(program, given, max_new_tokens, sampling, seed, ends).run()
+
+
+class Generation:
+    """One call: a slot of the cache, a list of tokens and a source of random numbers for each prompt."""
+
+    def __init__(
+        self, program: RankProgram, prompts: list[Tensor], most: int, sampling: Sampling, seed: int, ends: set[int]
+    ) -> None:  # fmt: skip
+        self._program, self._prompts, self._most = program, prompts, most
+        self._sampling, self._ends = sampling, ends
+        longest = max(p.numel() for p in prompts)
+        self._cache: RankCache = program.cache(slots=len(prompts), capacity=longest + most)
+        self._made: list[list[int]] = [[] for _ in prompts]
+        self._generators = [_generator(seed, i) for i in range(len(prompts))] if sampling.temperature else []
+
+    def run(self) -> list[list[int]]:
+        """All tokens."""
+        for some in self._prefills():
+            tokens = torch.cat([self._prompts[i] for i in some])
+            self._step(some, tokens, [self._prompts[i].numel() for i in some])
+        while alive := [i for i, made in enumerate(self._made) if not self._is_done(made)]:
+            self._step(alive, torch.tensor([self._made[i][-1] for i in alive]), [1] * len(alive))
+        return self._made
+
+    def _prefills(self) -> Iterator[list[int]]:
+        """The prompts in their order, as many at once as fit."""
+        some: list[int] = []
+        tokens = 0
+        for i, prompt in enumerate(self._prompts):
+            if some and tokens + prompt.numel() > _PREFILL_TOKENS:
+                yield some
+                some, tokens = [], 0
+            some.append(i)
+            tokens += prompt.numel()
+        yield some
+
+    def _step(self, sequences: list[int], tokens: Tensor, lengths: list[int]) -> None:
+        """Takes in new tokens of these sequences, and adds the next token to each."""
+        program, slots = self._program, torch.tensor(sequences)
+        inputs = inputs_of(tokens, torch.tensor(lengths), self._cache.lengths[slots], program)
+        last = None if tokens.numel() == len(sequences) else inputs.cu_seqlens[1:].to(torch.int64) - 1
+        hidden = program.run(inputs, cache=self._cache, slots=slots, rows=last)
+        words = program.model.words
+        generators = [self._generators[i] for i in sequences] if self._generators else []
+        chosen = choose(
+            program.logits(hidden), words.first, words.total, self._sampling, generators, program.gather
+        )  # fmt: skip
+        for i, token in zip(sequences, chosen.tolist(), strict=True):
+            self._made[i].append(token)
+
+    def _is_done(self, made: list[int]) -> bool:
+        return len(made) >= self._most or made[-1] in self._ends
+
+
+def inputs_of(tokens: Tensor, lengths: Tensor, past: Tensor, program: RankProgram) -> Inputs:
+    """New tokens [T] of sequences that have `past` tokens already, `lengths` new ones each."""
+    cu = torch.zeros(lengths.numel() + 1, dtype=torch.int32)
+    cu[1:] = lengths.cumsum(0)
+    positions = torch.arange(tokens.numel()) + (past - cu[:-1]).repeat_interleave(lengths)
+    embedding = program.transformer.embedding
+    assert embedding is not None
+    known = {"input_ids": tokens, "position_ids": positions}
+    if any(name not in known for name in embedding.names):
+        raise ValueError(f"a model with {', '.join(embedding.names)} does not generate text; expected a decoder")
+    indices = tuple(known[name].contiguous() for name in embedding.names)
+    return Inputs(cu, tokens.numel(), indices, None, positions, int(positions.max()) if tokens.numel() else 0)
+
+
+@contextmanager
+def _whole(model: Any) -> Iterator[tuple[int, int, Any, Callable[[str], RankProgram]]]:
+    """How many words a model has, how long a sequence may be, the tokens that its generation config ends with, and its
+    program; nobody else calls the model meanwhile.
+    """
+    if isinstance(model, RankProgram):
+        embedding = model.transformer.embedding
+        positions = None if embedding is None or len(embedding.tables) < 2 else embedding.tables[1].shape[0]
+        yield model.model.words.total, positions or torch.iinfo(torch.int32).max, (), lambda asked: model
+        return
+    if not hasattr(model, "weft_program"):
+        raise ValueError(
+            f"got a {type(model).__name__}, expected a decoder with a language head that weft.parallelize has shared "
+            f"among ranks; a group of one rank will do"
+        )
+    end = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    limit = int(model.config.max_position_embeddings)
+    with model.weft_alone() as engine:
+        yield engine.vocabulary, limit, () if end is None else end, model.weft_program
+
+
+def _check_number(name: str, value: Any, *, lowest: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or (lowest is not None and value < lowest):
+        expected = "a whole number" if lowest is None else f"a whole number, {lowest} or more"
+        raise ValueError(f"{name} is {value!r}, expected {expected}")
+
+
+def _ends(eos: int | Collection[int] | Tensor) -> set[int]:
+    if isinstance(eos, Tensor):
+        eos = eos.reshape(-1).tolist()
+    return {eos} if isinstance(eos, int) else {operator.index(token) for token in eos}
+
+
+def _checked_ends(eos: Any, words: int) -> set[int]:
+    try:
+        ends = _ends(eos)
+    except TypeError as error:
+        raise ValueError(f"eos is {eos!r:.60}, expected a token number, or several") from error
+    if odd := [token for token in sorted(ends) if not 0 <= token < words]:
+        raise ValueError(f"eos has the tokens {odd}, expected 0 to {words - 1}, the vocabulary; () for none")
+    return ends
+
+
+def _listed(prompts: Any) -> list[Any]:
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts are a {type(prompts).__name__}, expected a list of prompts, each a list of tokens")
+    return list(prompts)
+
+
+def _as_tensor(number: int, tokens: list[Any]) -> Tensor:
+    if not tokens:
+        return torch.empty(0, dtype=torch.int64)
+    try:  # of numpy, too; a float is none
+        return torch.tensor([operator.index(token) for token in tokens], dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"prompt {number} is {tokens!r:.60}, expected a list of token numbers") from error
+
+
+def _checked(number: int, prompt: Any, words: int, limit: int, most: int) -> Tensor:
+    if not isinstance(prompt, Tensor) and (isinstance(prompt, (str, bytes)) or not isinstance(prompt, Iterable)):
+        raise ValueError(
+            f"prompt {number} is {prompt!r:.60}, expected token numbers: a list or tensor of them for each prompt"
+        )
+    tokens = prompt if isinstance(prompt, Tensor) else _as_tensor(number, list(prompt))
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype in (torch.bool, torch.complex64):
+        raise ValueError(f"prompt {number} is {tokens.dtype} {list(tokens.shape)}, expected token numbers [length]")
+    if not tokens.numel():
+        raise ValueError(f"prompt {number} is empty, expected at least one token, such as the one that begins a text")
+    tokens = tokens.detach().to(torch.int64).contiguous()
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= words:
+        raise ValueError(f"prompt {number} has tokens from {low} to {high}, expected 0 to {words - 1}, the vocabulary")
+    if tokens.numel() + most > limit:
+        raise ValueError(
+            f"prompt {number} has {tokens.numel()} tokens and {most} are to follow, but the model's limit is {limit}; "
+            f"shorten the prompt or lower max_new_tokens"
+        )
+    return tokens
+
+
+def _generator(seed: int, number: int) -> torch.Generator:
+    """Far apart for neighbouring seeds and prompts."""
+    mixed = torch.Generator().manual_seed(seed % 2**63)
+    offset = int(torch.randint(2**62, (1,), generator=mixed))
+    return torch.Generator().manual_seed((offset + number * 0x9E3779B97F4A7C15) % 2**63)

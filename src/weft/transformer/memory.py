@@ -1,0 +1,244 @@
+"""What a program for inference holds between calls: packed weights, tables and buffers; and `RankCache`.
+
+After the first call of a size nothing is allocated but the result.
+
+    keys[l], values[l]     [slots, kv_heads, capacity, head_dim], a slot for each sequence, contiguous
+    lengths                int64 [slots]: the tokens that each slot holds
+
+Attention reads a slot of the cache where it lies: sequences of different lengths, and the room behind them, cost
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.kernels import PackedWeight, linear
+from weft.kernels.cpu import dtype_code, empty, isa
+from weft.kernels.door import rows_at
+from weft.models.spec import Layer, Norm, NormKind, NormOrder, Projection, Rotary, Transformer, check_model, weights
+from weft.transformer.ranks import RankModel
+
+CHUNK_ROWS = 512  # rows that go through a block at once: what lies between its matmuls stays in the caches
+_GROWTH = 1.25  # buffers are made this much larger than a batch that outgrew them
+_CACHE_GROWTH = 1.5  # a cache that is full grows at least so much
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDense:
+    """A projection in the form that the matmul reads; `at` and `bias_at` are the addresses of the tensors, or 0."""
+
+    data: Tensor
+    n: int
+    k: int
+    bias: Tensor | None
+    at: int
+    bias_at: int
+
+    @classmethod
+    def of(cls, projection: Projection) -> PackedDense:
+        packed, bias = PackedWeight.from_dense(projection.weight().detach()), projection.bias()
+        bias = None if bias is None else bias.detach().contiguous()
+        return cls(packed.data, packed.n, packed.k, bias, packed.data.data_ptr(), _address(bias))
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [M, K] -> [M, N]."""
+        return linear(x.contiguous(), PackedWeight(self.data, self.n, self.k, isa().name), bias=self.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class NormAddresses:
+    """A norm by the addresses of its weight and bias, or 0. Whoever makes a program anew when weights move, as their
+    stamp says, may use them as long as that."""
+
+    is_rms: bool
+    weight: int
+    bias: int
+    eps: float
+
+    @classmethod
+    def of(cls, norm: Norm | None) -> NormAddresses | None:
+        if norm is None:
+            return None
+        return cls(norm.kind is NormKind.RMS, _address(norm.weight), _address(norm.bias), norm.eps)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLayer:
+    """A layer in the form that the native core reads.
+
+    `into_attention` and `into_mlp` are the norms of what goes into a block: of a post-norm layer, the last one of the
+    block before.
+    """
+
+    spec: Layer
+    qkv: PackedDense
+    out: PackedDense
+    up: PackedDense
+    down: PackedDense
+    into_attention: NormAddresses | None
+    into_mlp: NormAddresses | None
+
+    @classmethod
+    def of(cls, layer: Layer, previous: Layer | None) -> PackedLayer:
+        attention, mlp = layer.attention, layer.mlp
+        qkv, out, up, down = (PackedDense.of(p) for p in (attention.qkv, attention.out, mlp.up, mlp.down))
+        norms = layer.attention_norm, layer.mlp_norm
+        if layer.order is NormOrder.POST:
+            norms = None if previous is None else previous.mlp_norm, layer.attention_norm
+        return cls(layer, qkv, out, up, down, NormAddresses.of(norms[0]), NormAddresses.of(norms[1]))
+
+
+class Tables:
+    """Numbers that depend on nothing but how many are needed; made longer when a call needs more, and kept."""
+
+    def __init__(self) -> None:
+        self._order = torch.empty(0, dtype=torch.int64)
+        self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def in_order(self, tokens: int) -> Tensor:
+        """0, 1, ... for at least `tokens` tokens."""
+        if self._order.numel() < tokens:
+            self._order = torch.arange(tokens)
+        return self._order
+
+    def of_rotary(self, rotary: Rotary, positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin for at least `positions` positions. They double: decoding asks for one more each time."""
+        tables = self._rotary.get(id(rotary))
+        if tables is None or tables[0].shape[0] < positions:
+            size = positions if tables is None else max(positions, 2 * tables[0].shape[0])
+            tables = self._rotary[id(rotary)] = rotary.tables(size)
+        return tables
+
+
+class PassBuffers:
+    """Memory for up to `capacity` tokens; some of it for a chunk of them only, or for all where `chunk` is None."""
+
+    def __init__(self, layers: list[PackedLayer], width: int, dtype: torch.dtype, chunk: int | None) -> None:
+        heads = [layer.spec.attention for layer in layers]
+        self._widths = {
+            "x": width,
+            "part": width,
+            "context": max(a.heads * a.head_dim for a in heads),
+            "qkv": max(layer.qkv.n for layer in layers),
+        }
+        self._chunk_widths = {
+            "y": width,
+            "wide": max(layer.up.n for layer in layers),
+            "gated": max((layer.up.n // 2 for layer in layers if layer.spec.mlp.gated), default=0),
+        }
+        self._dtype, self._chunk = dtype, chunk
+        self.capacity = 0
+        self._memory: dict[str, Tensor] = {}
+        self.at: dict[str, int] = {}  # the address of each buffer
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for `tokens` tokens; does nothing where there is room."""
+        if tokens <= self.capacity:
+            return
+        capacity = int(tokens * _GROWTH) if self.capacity else tokens
+        self.capacity, self._memory, self.at = 0, {}, {}  # without enough memory there is none, and not the old one
+        chunk = capacity if self._chunk is None else min(capacity, self._chunk)
+        memory = {name: empty(capacity, width, dtype=self._dtype) for name, width in self._widths.items()}
+        memory |= {name: empty(chunk, width, dtype=self._dtype) for name, width in self._chunk_widths.items()}
+        self._memory, self.at = memory, {name: buffer.data_ptr() for name, buffer in memory.items()}
+        self.capacity = capacity
+
+    def view(self, name: str, rows: int, width: int) -> Tensor:
+        """[rows, width] at the start of a buffer."""
+        return self._memory[name].view(-1)[: rows * width].view(rows, width)
+
+
+class Workspace:
+    """A rank's part of a model in the form that the native core reads. It holds copies of the weights."""
+
+    def __init__(self, model: RankModel) -> None:
+        """Raises unless all tensors of the model fit each other. They are the caller's, so this is no `assert`."""
+        self.model, self.transformer = model, model.transformer
+        self.dtype = check_model(model.transformer, model.head)
+        device = next(weights(model.transformer)).device
+        if device.type != "cpu":
+            raise ValueError(f"inference on packed weights is for the CPU, got a model on {device}; call .cpu()")
+        self.code, self.kernels, self.width = dtype_code(self.dtype), isa(), model.transformer.width
+        if model.transformer.embedding is not None:
+            table, words = model.transformer.embedding.tables[0], model.words.end - model.words.first
+            rows_at(table, dtype=self.dtype, shape=(words, self.width), what="the rank's words")
+        layers = model.transformer.layers
+        self.layers = [PackedLayer.of(layer, before) for layer, before in zip(layers, (None, *layers), strict=False)]
+        self.head = None if model.head is None else PackedDense.of(model.head)
+        embedding = model.transformer.embedding
+        self.embedding_norm = None if embedding is None else NormAddresses.of(embedding.norm)
+        self.last_norm = NormAddresses.of(layers[-1].mlp_norm if layers[-1].order is NormOrder.POST else None)
+        self.final_norm = NormAddresses.of(model.transformer.final_norm)
+        self.has_rotary = any(layer.attention.rotary is not None for layer in model.transformer.layers)
+        self.tables = Tables()
+
+
+class RankCache:
+    """Room for `slots` sequences of `capacity` tokens each; `reserve` makes more.
+
+    `model` is a rank's part (`RankModel.transformer`), or a whole model.
+    """
+
+    def __init__(self, model: Transformer, *, slots: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
+        shapes = {(layer.attention.kv_heads, layer.attention.head_dim) for layer in model.layers}
+        if len(shapes) != 1:
+            raise ValueError(f"layers differ in key/value heads and their width: {sorted(shapes)}, expected one shape")
+        if slots < 1 or capacity < 1:
+            raise ValueError(f"got {slots} slots of {capacity} tokens, expected at least 1 of each")
+        self.kv_heads, self.head_dim = next(iter(shapes))
+        self.dtype = dtype
+        self.keys = [self._room(slots, capacity) for _ in model.layers]
+        self.values = [self._room(slots, capacity) for _ in model.layers]
+        self.lengths = torch.zeros(slots, dtype=torch.int64)
+
+    @property
+    def slots(self) -> int:
+        return self.keys[0].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a slot has room for."""
+        return self.keys[0].shape[2]
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for `tokens` tokens in every slot, and a good deal more where it must copy."""
+        if tokens <= self.capacity:
+            return
+        capacity, used = max(tokens, int(self.capacity * _CACHE_GROWTH)), int(self.lengths.max())
+        for stored in (self.keys, self.values):
+            for i, old in enumerate(stored):
+                stored[i] = self._room(self.slots, capacity)
+                stored[i][:, :, :used] = old[:, :, :used]
+
+    def select(self, slots: Tensor) -> None:
+        """Slot i becomes a copy of what slot slots[i] is now: for beams, which are copied and dropped."""
+        if slots.dim() != 1 or not slots.numel() or int(slots.min()) < 0 or int(slots.max()) >= self.slots:
+            raise ValueError(f"slots are {slots.tolist()}, expected numbers from 0 to {self.slots - 1}")
+        for stored in (self.keys, self.values):
+            for i, old in enumerate(stored):
+                stored[i] = old.index_select(0, slots)
+        self.lengths = self.lengths[slots]
+
+    def truncate(self, slot: int, tokens: int) -> None:
+        """Forgets all but the first `tokens` tokens of a slot; 0 empties it for another sequence."""
+        if not 0 <= tokens <= int(self.lengths[slot]):
+            raise ValueError(f"slot {slot} holds {int(self.lengths[slot])} tokens, cannot keep {tokens}")
+        self.lengths[slot] = tokens
+
+    def starts(self, slots: Tensor) -> Tensor:
+        """int64: the first row of each slot, in rows of head_dim."""
+        return slots * (self.kv_heads * self.capacity)
+
+    def _room(self, slots: int, capacity: int) -> Tensor:
+        return empty(slots, self.kv_heads, capacity, self.head_dim, dtype=self.dtype)
+
+    def __repr__(self) -> str:
+        return f"RankCache({len(self.keys)} layers, {self.slots} slots of {self.capacity}, lengths {self.lengths})"
