@@ -263,3 +263,20 @@ def data_parallel() -> None:
 
 def test_data_parallel_over_another_axis() -> None:
     run_ranks(data_parallel, 4, timeout=120.0)
+
+
+def sharded_base() -> None:
+    """A base model is the module that `fully_shard` gives another class."""
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    ids, mask, _ = batch(MIXED, seed=1)
+    for family in ("Bert", "Llama", "GPT2"):
+        alone, model = build(family, "Model"), weft.parallelize(build(family, "Model"), grid["tensor"])
+        fully_shard(model, mesh=grid["data"])
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                got, wanted = (m(input_ids=ids, attention_mask=mask).last_hidden_state for m in (model, alone))
+            torch.testing.assert_close(got[mask.bool()], wanted[mask.bool()], rtol=2e-4, atol=2e-5)
+
+
+def test_base_models_under_fsdp() -> None:
+    run_ranks(sharded_base, 2, timeout=120.0)

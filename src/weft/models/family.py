@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from weft.errors import Unsupported
 from weft.models.spec import Norm, Projection, Transformer, VocabularyHead
-from weft.models.watch import check_untouched, is_of
+from weft.models.watch import check_untouched, home_of, is_of
 
 
 class HeadKind(Enum):
@@ -95,7 +95,7 @@ class Family:
     def read(self, model: Any) -> Transformer:
         """The description of a base model. Raises where a module in it would not compute what its class does."""
         check_attention(model.config)
-        home = type(model).__module__
+        home = home_of(model)
         check_untouched(model, lambda kind: is_of(kind, home) or is_known(kind), called=called_in(model))
         return self.describe(model)
 

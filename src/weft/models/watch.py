@@ -160,6 +160,18 @@ def recorder() -> str | None:
     return "FakeTensorMode" if is_faking() else None
 
 
+def home_of(model: nn.Module) -> str:
+    """The module of torch or transformers that has the model's own class, whatever was made of that since: FSDP puts a
+    class of its own before it.
+
+    >>> class Wrapped(nn.Linear): pass
+    >>> home_of(Wrapped(1, 1))
+    'torch.nn.modules.linear'
+    """
+    names = (kind.__module__ for kind in type(model).__mro__)
+    return next(name for name in names if name.startswith(("transformers.", "torch.nn.")))
+
+
 def is_of(kind: type, *homes: str) -> bool:
     """Whether a class is one of the modules with these names, and not one made to look so."""
     return kind.__module__ in homes and _home(kind) is kind

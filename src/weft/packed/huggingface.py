@@ -20,7 +20,7 @@ from weft.errors import Unsupported
 from weft.models.family import Family, HeadKind, is_known_leaf
 from weft.models.spec import Transformer
 from weft.models.twin import Twin, twin_of
-from weft.models.watch import is_of
+from weft.models.watch import home_of, is_of
 from weft.packed.batch import PackedBatch
 from weft.packed.boundaries import MARKS, check_positions
 from weft.packed.engine import AttentionDropout, PackedEngine
@@ -221,7 +221,7 @@ class PackedHead(Twin):
     def _mixing(self) -> str | None:
         """The name of a module of the head that may look at more than one token, for all that is known of it."""
         model: Any = self
-        home = type(model).__module__
+        home = home_of(model)
         for name, child in model.named_children():
             if name != self._weft_base:
                 for below, module in child.named_modules(prefix=name):
