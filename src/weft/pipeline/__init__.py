@@ -12,9 +12,8 @@ from weft.pipeline.predict.lower import lower
 from weft.pipeline.predict.lowered import Direction, Lowered, Receive, Send, TensorTransfer
 from weft.pipeline.predict.simulate import Simulation, simulate
 from weft.pipeline.schedules.generators import SCHEDULES, schedule
-from weft.pipeline.schedules.graph import Edge, StageGraph, chain
-from weft.pipeline.schedules.schedule import Action, Kind, Schedule
-from weft.pipeline.schedules.text import validate
+from weft.pipeline.schedules.graph import Action, Edge, Kind, StageGraph, chain
+from weft.pipeline.schedules.schedule import Schedule, validate
 
 if TYPE_CHECKING:
     from weft.pipeline.run.api import Evaluation, Pipeline

@@ -1,7 +1,4 @@
-"""What a step is made of, in seconds: the stages' work and the transfers between them.
-
-What must get from rank to rank for a schedule and a stage graph: each tensor once to each rank that uses it.
-"""
+"""What a step is made of: the seconds of each action and transfer, and which tensors must get from rank to rank."""
 
 from __future__ import annotations
 
@@ -13,12 +10,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from weft.pipeline.predict.lowered import Direction, TensorTransfer
-from weft.pipeline.schedules.graph import Edge, StageGraph
-from weft.pipeline.schedules.schedule import Action, Kind, Schedule
-from weft.pipeline.schedules.text import Dependencies, Steps
+from weft.pipeline.schedules.graph import Action, Edge, Kind, StageGraph, Steps
+from weft.pipeline.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
-    from weft.pipeline.schedules.schedule import Schedule
     from weft.reshard import Plan
 
 
@@ -210,10 +205,9 @@ def _forwards(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: i
 
 
 def _gradients(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: int) -> Iterator[Delivery]:
-    dependencies = Dependencies(schedule, graph)
     for edge in graph.edges:
         if edge.gradient and schedule.rank_of(edge.source) != schedule.rank_of(edge.target):
-            made_by = dependencies.gradient(edge.target, microbatch)
-            needed_in = steps.of[dependencies.gradient(edge.source, microbatch)]
+            made_by = schedule.gradient(edge.target, microbatch)
+            needed_in = steps.of[schedule.gradient(edge.source, microbatch)]
             made_in = steps.of[made_by] + 1
             yield Delivery(edge, microbatch, Direction.GRADIENT, made_by, (edge.target,), made_in, needed_in)

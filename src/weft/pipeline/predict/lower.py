@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 
 from weft.pipeline.predict.costs import Costs, Delivery, Transfers, deliveries
 from weft.pipeline.predict.lowered import Direction, Lowered, Operation, Receive, Send, TensorTransfer
-from weft.pipeline.schedules.graph import StageGraph, chain
-from weft.pipeline.schedules.schedule import Action, Kind, Schedule
-from weft.pipeline.schedules.text import Steps, validate
+from weft.pipeline.schedules.graph import Action, Kind, StageGraph, Steps, chain
+from weft.pipeline.schedules.schedule import Schedule, validate
 
 
 @dataclass(frozen=True)
@@ -204,9 +203,7 @@ def _needs(schedule: Schedule, graph: StageGraph, deliveries: Sequence[Delivery]
             rank = schedule.rank_of(each.target)
             to_rank[each.edge.source, each.edge.tensor, each.microbatch, rank] = i
         else:
-            split = schedule.splits_backward(each.target, each.microbatch)
-            kind = Kind.INPUT_GRADIENT if split else Kind.BACKWARD
-            gradients[Action(each.target, kind, each.microbatch)].append(i)
+            gradients[schedule.gradient(each.target, each.microbatch)].append(i)
     needs: dict[Action, list[int]] = {}
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.pipeline.schedules.graph import Edge, StageGraph
-from weft.pipeline.schedules.schedule import Action, Schedule
+from weft.pipeline.schedules.graph import Action, Edge, StageGraph
+from weft.pipeline.schedules.schedule import Schedule
 
 _TRANSFER = re.compile(r"([0-9]+)\.([\w.-]+)#([0-9]+) ([0-9]+)->([0-9]+)", re.ASCII)
 

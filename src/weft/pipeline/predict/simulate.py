@@ -17,9 +17,8 @@ from functools import cached_property
 from weft.pipeline.predict.costs import Costs, Delivery, Transfers, deliveries
 from weft.pipeline.predict.lower import Clock, ClockRun, Posting, decide, insert
 from weft.pipeline.predict.lowered import Direction, Lowered, Receive, Send, TensorTransfer
-from weft.pipeline.schedules.graph import Edge, StageGraph, chain
-from weft.pipeline.schedules.schedule import Action, Kind, Schedule
-from weft.pipeline.schedules.text import validate
+from weft.pipeline.schedules.graph import Action, Edge, Kind, StageGraph, chain
+from weft.pipeline.schedules.schedule import Schedule, validate
 from weft.timeline import Event, Timeline
 from weft.timeline.text import format_seconds
 
