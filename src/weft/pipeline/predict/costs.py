@@ -137,14 +137,14 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Delivery:
-    """A tensor, or a gradient, that a rank needs from another one.
+class TransferNeed:
+    """A tensor, or a gradient, that a rank needs from another one; who sends it is not decided.
 
     edge:       of the stage graph; its source made the tensor
     microbatch: of which micro-batch
     direction:  the tensor to the edge's target, or the gradient to its source
     made_by:    the action that makes it
-    sources:    the stages that may send it, the maker first; others once it has been delivered to them
+    sources:    the stages that may send it, the maker first; others once they have got it
     made_in:    the step in which it exists (see `Steps`)
     needed_in:  the step in which it is first used
     """
@@ -172,13 +172,13 @@ class Delivery:
         return TensorTransfer(self.edge.source, self.edge.tensor, self.microbatch, source, self.target)
 
 
-def deliveries(schedule: Schedule, graph: StageGraph, steps: Steps) -> list[Delivery]:
-    """All deliveries, the most urgent first.
+def transfer_needs(schedule: Schedule, graph: StageGraph, steps: Steps) -> list[TransferNeed]:
+    """What must get from rank to rank, the most urgent first.
 
     A tensor goes to each rank once: to the stage there that uses it first. A gradient comes back from each stage
     that used the tensor, also if two are on one rank, so that the sum is always taken in the order of stages.
     """
-    found: list[Delivery] = []
+    found: list[TransferNeed] = []
     for microbatch in range(schedule.microbatches):
         found += _forwards(schedule, graph, steps, microbatch)
         if schedule.has_backward:
@@ -186,7 +186,7 @@ def deliveries(schedule: Schedule, graph: StageGraph, steps: Steps) -> list[Deli
     return sorted(found, key=lambda each: each.urgency)
 
 
-def _forwards(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: int) -> Iterator[Delivery]:
+def _forwards(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: int) -> Iterator[TransferNeed]:
     def step(stage: int) -> int:
         return steps.of[Action(stage, Kind.FORWARD, microbatch)]
 
@@ -201,13 +201,13 @@ def _forwards(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: i
         earlier = sorted(user for user in users if user < edge.target)
         sources = (edge.source, *earlier)
         made_in, needed_in = step(edge.source) + 1, step(edge.target)
-        yield Delivery(edge, microbatch, Direction.FORWARD, made_by, sources, made_in, needed_in)
+        yield TransferNeed(edge, microbatch, Direction.FORWARD, made_by, sources, made_in, needed_in)
 
 
-def _gradients(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: int) -> Iterator[Delivery]:
+def _gradients(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: int) -> Iterator[TransferNeed]:
     for edge in graph.edges:
         if edge.gradient and schedule.rank_of(edge.source) != schedule.rank_of(edge.target):
             made_by = schedule.gradient(edge.target, microbatch)
             needed_in = steps.of[schedule.gradient(edge.source, microbatch)]
             made_in = steps.of[made_by] + 1
-            yield Delivery(edge, microbatch, Direction.GRADIENT, made_by, (edge.target,), made_in, needed_in)
+            yield TransferNeed(edge, microbatch, Direction.GRADIENT, made_by, (edge.target,), made_in, needed_in)

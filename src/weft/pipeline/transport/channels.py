@@ -235,10 +235,11 @@ class Channel:
             stop=self._channels.stop,
             on_bytes=on_bytes,
         )
-        if len(run.workers) == 1:
-            run.workers[0].run()  # on this very thread
+        workers = run.workers()
+        if len(workers) == 1:
+            workers[0].run()  # on this thread, which is the channel's own
         else:
-            Pending(run).wait()
+            Pending(run, workers).wait()
 
 
 def _parts(job: Assignment, tensor: Tensor | None, side: str) -> Parts:

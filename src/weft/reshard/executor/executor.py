@@ -57,7 +57,7 @@ class Executor:
             received, own = writer.is_published()
             largest = int((plan.chunks.stop - plan.chunks.start).max(initial=0))
             slot = max(64, -(-largest // 64) * 64)
-            slots = Slots.within(max_staging_bytes, slot=slot, published=received, own=own)
+            self.slots = slots = Slots.within(max_staging_bytes, slot=slot, published=received, own=own)
             counts = {Ring.RECEIVED: slots.receive if received else 0, Ring.OWN: slots.share if own else 0}
             self._window = _share(group, sum(counts.values()) * slots.size)
         self.script = writer.of(self.rank)
@@ -106,7 +106,7 @@ class Executor:
             if then is not None:
                 then()
 
-        self._busy = Pending(run, end)
+        self._busy = Pending(run, run.workers(), end)
         return self._busy
 
     def _parts(self, tensors: Mapping[int, Tensor], side: str) -> Parts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -75,8 +75,11 @@ class PlanRun:
         self.recorder, self.on_bytes = recorder, on_bytes or _ignore
         self.wait = Wait(timeout, stop or threading.Event())
         rings.begin(job.script)
+
+    def workers(self) -> list[Worker]:
+        """Those that have something to do; not kept, as the tensors of a run must be free when it has ended."""
         every: list[Worker] = [ChunkReceiver(self), ChunkSender(self), ChunkCopier(self)]
-        self.workers = [worker for worker in every if worker.has_work]
+        return [worker for worker in every if worker.has_work]
 
     def size(self, chunk: int) -> int:
         """Bytes of a chunk."""
@@ -310,15 +313,15 @@ Worker = ChunkReceiver | ChunkSender | ChunkCopier
 class Pending:
     """A reshard under way; `wait` for it. Sources must not change before that."""
 
-    def __init__(self, run: PlanRun, end: Callable[[], None] | None = None) -> None:
-        """`end` is called by the last of the threads; at once if there is nothing to do."""
+    def __init__(self, run: PlanRun, workers: Sequence[Worker], end: Callable[[], None] | None = None) -> None:
+        """Each worker has a thread; `end` is called by the last of them, at once if there is none."""
         self._run = run
         self._end = end or _do_nothing
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=self._do, args=(worker.run,), name=f"weft-reshard-{worker.name}", daemon=True)
-            for worker in run.workers
+            for worker in workers
         ]
         self._running = len(self._threads)
         self._done = threading.Event()
