@@ -71,7 +71,7 @@ class Pipeline:
     transfers:  "overlapped", or "synchronous" to wait for each transfer as send and recv do
     strategy, cluster, chunk_bytes: how edges are resharded; see `weft.plan_reshard`
     payload:    "tensors"; or "signals": a few bytes in place of each tensor, to measure what a network that costs
-                nothing would give. The results are then of no use
+                nothing would give. The results are then unusable
 
     A step returns when all ranks are through with it; where one failed, all raise. One step at a time.
     """

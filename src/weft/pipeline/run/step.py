@@ -104,7 +104,7 @@ class Runner:
         self._ending.say()
         self._until(self._ending.done, self._what_ends, lambda: self._ending.waiting_for)
         error = self._ending.done.get()
-        if isinstance(error, PeerMismatch):
+        if error is not None:
             raise error
 
     def _what_ends(self) -> str:
@@ -223,12 +223,11 @@ class Runner:
             if self._recorder is not None:
                 self._recorder.add("wait", str(transfer), lane="compute", start=start, end=record.now())
         tensor = arrival.get()
-        assert isinstance(tensor, Tensor)
         if self._transfers is Transfers.OVERLAPPED:
             self._exchange.release(self._routes.messages[transfer])
         return tensor
 
-    def _wait(self, done: Future, transfer: TensorTransfer, *, outgoing: bool) -> None:
+    def _wait(self, done: Future[Any], transfer: TensorTransfer, *, outgoing: bool) -> None:
         """Returns when a transfer is done."""
         ranks = self._placing.ranks_of(transfer.target if outgoing else transfer.source)
 
@@ -238,7 +237,7 @@ class Runner:
 
         self._until(done, what, lambda: ranks)
 
-    def _until(self, done: Future, what: Callable[[], str], whom: Callable[[], tuple[int, ...]]) -> None:
+    def _until(self, done: Future[Any], what: Callable[[], str], whom: Callable[[], tuple[int, ...]]) -> None:
         """Returns when `done` is set; raises when the ranks `whom` take too long for that, or something has failed."""
         start, said = record.now(), False
         while not done.poll(min(_LOOK_SECONDS, self._timeout / 20)):
@@ -282,7 +281,7 @@ class StepEnding:
         here = ranks.index(channels.rank)
         self._parent = ranks[(here - 1) // 2] if here else None
         self._children = tuple(ranks[2 * here + 1 : 2 * here + 3])
-        self.done = Future()
+        self.done: Future[PeerMismatch | None] = Future()
         self.waiting_for: tuple[int, ...] = ()
         above = () if self._parent is None else (self._parent,)
         # Now, not when they are wanted: a message then comes without a word that it may.
@@ -312,7 +311,7 @@ class StepEnding:
                 self.done.set(error)
             self._channels.lost.update(self.waiting_for)  # whoever waits for this end finds them there
         else:
-            self.done.set()
+            self.done.set(None)
 
     def _hear(self, peer: int) -> None:
         self.waiting_for = (peer,)

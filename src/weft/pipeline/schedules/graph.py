@@ -235,10 +235,10 @@ class Dependencies:
             return [Action(stage, Kind.INPUT_GRADIENT, microbatch)]
         return [
             Action(stage, Kind.FORWARD, microbatch),
-            *(self.gradient(user, microbatch) for user in self._users[stage]),
+            *(self._gradient(user, microbatch) for user in self._users[stage]),
         ]
 
-    def gradient(self, stage: int, microbatch: int) -> Action:
+    def _gradient(self, stage: int, microbatch: int) -> Action:
         """The action of the stage that makes the gradient of its input."""
         return Action(stage, Kind.INPUT_GRADIENT if (stage, microbatch) in self._split else Kind.BACKWARD, microbatch)
 

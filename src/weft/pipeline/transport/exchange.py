@@ -32,6 +32,8 @@ from weft.pipeline.transport.threads import Future, PriorityLock
 from weft.reshard.executor.staging import Stopped
 from weft.timeline import record
 
+Shape = tuple[tuple[int, ...], torch.dtype]  # of a whole tensor, with its type
+
 
 @dataclass(frozen=True)
 class KeptTensor:
@@ -74,9 +76,9 @@ class Exchange:
         self._recorder, self._in_turn = recorder, in_turn
         self._priority = PriorityLock(channels.stop)
         self._lock = threading.Lock()
-        self._arrived: dict[TensorTransfer, Future] = {}
-        self._shapes: dict[tuple[int, str, int], Future] = {}
-        self._sent: dict[TensorTransfer, Future] = {}
+        self._arrived: dict[TensorTransfer, Future[Tensor]] = {}
+        self._shapes: dict[tuple[int, str, int], Future[Shape]] = {}
+        self._sent: dict[TensorTransfer, Future[None]] = {}
         self._incoming: set[TensorTransfer] = set()
         for message in routes.messages.values():
             layouts = channels.layouts[message.route]
@@ -120,12 +122,12 @@ class Exchange:
         kept = KeptTensor.of(tensor, str(message.transfer))
         self._put(message, lambda one: self._send(one, kept))
 
-    def arrival(self, transfer: TensorTransfer) -> Future:
+    def arrival(self, transfer: TensorTransfer) -> Future[Tensor]:
         """Where the tensor of an incoming transfer will be."""
         with self._lock:
             return self._arrived.setdefault(transfer, Future())
 
-    def departure(self, transfer: TensorTransfer) -> Future:
+    def departure(self, transfer: TensorTransfer) -> Future[None]:
         """Set when an outgoing transfer is done."""
         return self._sent[transfer]
 
@@ -161,13 +163,13 @@ class Exchange:
         except BaseException as error:
             self._channels.fail_transfer(error, what, self._routes)
 
-    def _shape(self, producer: int, tensor: str, microbatch: int) -> Future:
+    def _shape(self, producer: int, tensor: str, microbatch: int) -> Future[Shape]:
         with self._lock:
             return self._shapes.setdefault((producer, tensor, microbatch), Future())
 
-    def _known_shape(self, transfer: TensorTransfer) -> tuple[tuple[int, ...], torch.dtype]:
+    def _known_shape(self, transfer: TensorTransfer) -> Shape:
         known = self._shape(transfer.producer, transfer.tensor, transfer.microbatch)
-        return known.wait(self._channels.stop)  # type: ignore[return-value]
+        return known.wait(self._channels.stop)
 
     def _gather_shape(
         self, layouts: RouteLayouts, local: tuple[int, ...], dtype: torch.dtype, index: int
@@ -212,7 +214,7 @@ class Exchange:
         kept.unchanged()
         for transfer in headers:
             transfer.wait(what=f"the announcement of {message.transfer}", timeout=LONGEST_SECONDS)
-        self._sent[message.transfer].set()
+        self._sent[message.transfer].set(None)
 
     def _receive(self, message: Message) -> None:
         header = self._receive_header(message)

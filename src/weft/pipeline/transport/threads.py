@@ -12,11 +12,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.reshard.executor.staging import Stopped
+
+T = TypeVar("T")
 
 _SLICE_SECONDS = 0.1
 
@@ -59,36 +62,36 @@ class ThreadPool:
                 self._idle.append(inbox)
 
 
-class Future:
+class Future(Generic[T]):
     """A value that one thread sets and others wait for."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self._value: object = None
+        self._value: list[T] = []
 
-    def set(self, value: object = None) -> None:
+    def set(self, value: T) -> None:
         """Hands the value over."""
-        self._value = value
+        self._value = [value]
         self._event.set()
 
     @property
     def is_set(self) -> bool:
         return self._event.is_set()
 
-    def wait(self, stop: threading.Event) -> object:
+    def wait(self, stop: threading.Event) -> T:
         """The value, once it is there."""
         while not self._event.wait(_SLICE_SECONDS):
             if stop.is_set():
                 raise Stopped
-        return self._value
+        return self.get()
 
     def poll(self, seconds: float) -> bool:
         """Whether it is there, after waiting for so long at most."""
         return self._event.wait(seconds)
 
-    def get(self) -> object:
+    def get(self) -> T:
         """The value, which is there."""
-        return self._value
+        return self._value[0]
 
 
 class PriorityLock:
