@@ -23,7 +23,7 @@ from weft.pipeline.schedules.schedule import Schedule, validate
 
 if TYPE_CHECKING:
     from weft.pipeline.run.api import Evaluation, Pipeline
-    from weft.pipeline.transport.failure import StageFailed
+    from weft.pipeline.transport.connections import StageFailed
 
 __all__ = [
     "SCHEDULES",
@@ -52,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    home = {"Evaluation": "run.api", "Pipeline": "run.api", "StageFailed": "transport.failure"}
+    home = {"Evaluation": "run.api", "Pipeline": "run.api", "StageFailed": "transport.connections"}
     if name not in home:
         raise AttributeError(f"weft.pipeline has no {name!r}; its names are {', '.join(__all__)}")
     value = getattr(import_module(f"weft.pipeline.{home[name]}"), name)

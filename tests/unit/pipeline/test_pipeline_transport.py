@@ -25,8 +25,8 @@ from weft.layout import Layout, Mesh, ShardSizes
 from weft.pipeline import SCHEDULES, Direction, Edge, StageGraph, chain, lower, schedule
 from weft.pipeline.models import GPTConfig, cut, gpt_stage
 from weft.pipeline.run.microbatch import split_batch, split_keywords
-from weft.pipeline.transport.connections import HEADER_LENGTH, Header, is_cut, whole_shape
-from weft.pipeline.transport.failure import FailureStore
+from weft.pipeline.transport.connections import FailureStore
+from weft.pipeline.transport.exchange import HEADER_LENGTH, Header, is_cut, whole_shape
 from weft.pipeline.transport.routes import Placing, Route, Routes, join
 from weft.pipeline.transport.threads import ArrivalBuffers
 

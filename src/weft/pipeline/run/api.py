@@ -27,8 +27,7 @@ from weft.pipeline.run.step import Runner, RunningStep
 from weft.pipeline.schedules.graph import Edge, StageGraph, chain
 from weft.pipeline.schedules.schedule import Schedule
 from weft.pipeline.transport.channels import ChannelOptions, Channels, Payload
-from weft.pipeline.transport.connections import Connections
-from weft.pipeline.transport.failure import StageFailed
+from weft.pipeline.transport.connections import Connections, StageFailed
 from weft.pipeline.transport.routes import Placing, Routes, StageLayouts, as_mesh, join
 from weft.reshard.executor.staging import Stopped
 from weft.timeline import record

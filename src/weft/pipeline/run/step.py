@@ -22,8 +22,7 @@ from weft.pipeline.run.microbatch import StageInput
 from weft.pipeline.run.stage import Stage
 from weft.pipeline.schedules.graph import Action, Edge, Kind
 from weft.pipeline.transport.channels import Channels
-from weft.pipeline.transport.exchange import Exchange, KeptTensor
-from weft.pipeline.transport.failure import call_name
+from weft.pipeline.transport.exchange import Exchange, KeptTensor, call_name
 from weft.pipeline.transport.routes import Placing, Routes
 from weft.pipeline.transport.threads import Future
 from weft.reshard.executor.staging import Stopped

@@ -24,8 +24,7 @@ from weft.comm.tell import store_of
 from weft.errors import LONGEST_SECONDS, PeerLost
 from weft.layout.mesh import DeclaredCluster
 from weft.pipeline.predict.lowered import TensorTransfer
-from weft.pipeline.transport.connections import Connections
-from weft.pipeline.transport.failure import FailureStore, StageFailed
+from weft.pipeline.transport.connections import Connections, FailureStore, StageFailed
 from weft.pipeline.transport.routes import Placing, RouteLayouts, Routes
 from weft.pipeline.transport.threads import ArrivalBuffers, ThreadPool
 from weft.reshard.executor.parts import Parts, check_locals

@@ -1,4 +1,4 @@
-"""How the ranks of a pipeline reach each other: process groups of their own, and what is said there beside tensors.
+"""How the ranks of a pipeline reach each other: process groups of their own, and a store where failures are told.
 
 A gloo connection takes messages one after the other, and so does the receiver's word that it is ready. A gradient
 that comes down would wait for the activation that goes up on the same connection, though the card could do both at
@@ -8,24 +8,30 @@ once. Hence a group for messages to higher ranks, one for those to lower ranks, 
 
 from __future__ import annotations
 
-import math
+import json
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Store
 
 from weft._torch import gloo_group
 from weft.comm import Group, Transfer
 from weft.comm.deadline import Deadline
 from weft.comm.tags import DEFAULT_TAG, Line, Mark
 from weft.comm.tell import Meeting
-from weft.errors import LONGEST_SECONDS, PeerMismatch, WeftError
-from weft.layout import Layout
+from weft.errors import LONGEST_SECONDS, WeftError
+
+T = TypeVar("T")
+
+# How long the store may take to answer; a store whose server hangs never does.
+_ANSWER_SECONDS = 1.0
 
 
 class Connections:
@@ -116,106 +122,84 @@ def _agree_on_name(pg: ProcessGroup, timeout: float) -> str:
     return f"weft/pipeline/{int(first, 16):016x}"
 
 
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-_MOST_DIMS = 8
-_MOST_BYTES = 1 << 40
-HEADER_LENGTH = 4 + _MOST_DIMS
+class StageFailed(WeftError):
+    """A stage on another rank raised, died or hung; the message names rank, stage, action and micro-batch."""
 
 
-@dataclass(frozen=True)
-class Header:
-    """What is said about a tensor before it comes, as numbers: never a pickle.
+class FailureStore:
+    """What the ranks of a pipeline say when something goes wrong. Nothing here raises or waits for long.
 
-    step:  of which step of the pipeline, counted from its making; odd calls are told from even by `train`
-    train: whether a backward pass will follow
+    They say it in the store of their process group, which outlives any of them under torchrun. The first rank that
+    fails writes there what went wrong, and then closes its connections; whoever loses a connection, or waits for long,
+    reads the store first. A rank that waits for too long says for whom, so that the one to blame is found: the rank
+    that all others wait for, and that waits for nobody itself.
     """
 
-    step: int
-    train: bool
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    def __init__(self, store: Store, rank: int) -> None:
+        """`store` is one of this pipeline alone, as that of a group of its own is."""
+        self._store, self.rank, self._prefix = store, rank, "weft/pipeline"
+        self._lock = threading.Lock()
+        self._asking: threading.Thread | None = None
 
-    def to_tensor(self) -> Tensor:
-        """int64 [HEADER_LENGTH]."""
-        if len(self.shape) > _MOST_DIMS or self.dtype not in _DTYPES or self._nbytes > _MOST_BYTES:
-            raise ValueError(
-                f"a tensor of shape {self.shape} and {self.dtype} leaves a stage, expected up to {_MOST_DIMS} dims, up "
-                f"to {_MOST_BYTES >> 40} TiB, and one of "
-                + ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            )
-        rest = [0] * (_MOST_DIMS - len(self.shape))
-        numbers = [self.step, int(self.train), _DTYPES.index(self.dtype), len(self.shape), *self.shape, *rest]
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    def post(self, text: str) -> str:
+        """Says what failed on this rank; returns what was said first, which is what to blame."""
+        mine = json.dumps({"rank": self.rank, "text": text})
+        key = f"{self._prefix}/failed"
+        found = self._ask(lambda: self._store.compare_set(key, "", mine))
+        return text if found is None else str(json.loads(found)["text"])
 
-    @property
-    def _nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def read(self) -> str | None:
+        """What failed first, if anything has."""
+        key = f"{self._prefix}/failed"
+        found = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if found is None else str(json.loads(found)["text"])
 
-    @classmethod
-    def from_tensor(cls, numbers: Tensor) -> Header:
-        """What `to_tensor` made; `PeerMismatch` for numbers that it cannot have made, since memory is taken by them.
+    def say_waiting(self, ranks: tuple[int, ...], what: str) -> None:
+        """Says for which ranks this one has been waiting for a while."""
+        text = json.dumps({"ranks": list(ranks), "what": what})
+        self._ask(lambda: self._store.set(f"{self._prefix}/waits/{self.rank}", text))
 
-        >>> header = Header(3, True, torch.bfloat16, (2, 5))
-        >>> Header.from_tensor(header.to_tensor()) == header
-        True
+    def say_going_on(self) -> None:
+        """Takes back what `say_waiting` said."""
+        self._ask(lambda: self._store.delete_key(f"{self._prefix}/waits/{self.rank}"))
+
+    def blame(self, ranks: tuple[int, ...]) -> str:
+        """Whom the ranks that this one waits for are waiting for themselves, down to those that say nothing."""
+        seen = {self.rank}
+        chain: list[str] = []
+        while True:
+            said = {rank: self._waits(rank) for rank in ranks if rank not in seen}
+            seen |= said.keys()
+            silent = [rank for rank, words in said.items() if words is None]
+            if silent or not said:
+                who = f"rank {', '.join(map(str, silent or ranks))}"
+                return "; ".join([*chain, f"{who} says nothing: it is stopped, dead or computing"])
+            rank, words = next(iter(said.items()))
+            assert words is not None
+            chain.append(f"rank {rank} waits for {words['what']}")
+            ranks = tuple(words["ranks"])
+
+    def _waits(self, rank: int) -> dict[str, Any] | None:
+        key = f"{self._prefix}/waits/{rank}"
+        found = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if found is None else json.loads(found)
+
+    def _ask(self, call: Callable[[], T]) -> T | None:
+        """`call()` in a thread: a store blocks its client for ever when its server hangs.
+
+        One question at a time: while the last one has no answer, the next ones have none either, at once, and the
+        thread that waits stays the only one.
         """
-        step, train, dtype, ndim, *sizes = given = numbers.tolist()
-        is_sound = step >= 0 and train in (0, 1) and 0 <= dtype < len(_DTYPES) and 0 <= ndim <= _MOST_DIMS
-        if is_sound and min(sizes) >= 0 and not any(sizes[ndim:]):
-            header = cls(step, bool(train), _DTYPES[dtype], tuple(sizes[:ndim]))
-            if header._nbytes <= _MOST_BYTES and max(sizes) <= _MOST_BYTES:
-                return header
-        raise PeerMismatch(
-            f"a peer announces a tensor as {given}, expected step, 0 or 1, a type below {len(_DTYPES)}, up to "
-            f"{_MOST_DIMS} dims and as many sizes; the ranks run different versions of weft, or the message is damaged"
-        )
+        answer: list[T] = []
 
+        def ask() -> None:
+            with suppress(RuntimeError):  # the base of torch's store and network errors
+                answer.append(call())
 
-def is_cut(layout: Layout) -> bool:
-    """Whether one rank's shard does not tell the whole shape."""
-    cut = {axis for axes in layout.dim_axes(_MOST_DIMS) for axis in axes}
-    return any(layout.mesh.shape[axis] > 1 for axis in cut)
-
-
-def whole_shape(layout: Layout, shards: Mapping[int, tuple[int, ...]], what: str) -> tuple[int, ...]:
-    """The shape of the whole tensor from its shards' shapes by rank; they must be what the layout makes of it.
-
-    >>> from torch.distributed.tensor import Shard
-    >>> from weft.layout import Mesh
-    >>> whole_shape(Layout(Mesh.of([0, 1], hosts=[0, 0]), [Shard(0)]), {0: (3, 4), 1: (2, 4)}, "x")
-    (5, 4)
-    """
-    first = shards[layout.mesh.ranks[0]]
-    for rank, given in shards.items():
-        if len(given) != len(first):
-            raise ValueError(
-                f"{what} has the shape {given} on rank {rank} and {first} on rank {layout.mesh.ranks[0]}, expected "
-                "shards of one tensor, with the same number of dims"
-            )
-    shape = tuple(_total(layout, shards, dim, axes) for dim, axes in enumerate(layout.dim_axes(len(first))))
-    for rank, given in shards.items():
-        expected = layout.local_shape(shape, rank)
-        if given != expected:
-            raise ValueError(
-                f"{what} on rank {rank} has the shape {given}, expected {expected} as {layout.notation(len(shape))} of "
-                f"{shape}; shards follow torch.chunk; for other sizes give ShardSizes in layouts="
-            )
-    return shape
-
-
-def _total(layout: Layout, shards: Mapping[int, tuple[int, ...]], dim: int, axes: Sequence[int]) -> int:
-    along = layout.mesh.array[tuple(slice(None) if axis in axes else 0 for axis in range(len(layout.mesh.shape)))]
-    return sum(shards[int(rank)][dim] for rank in along.reshape(-1))
+        with self._lock:
+            if self._asking is not None and self._asking.is_alive():
+                return None
+            self._asking = threading.Thread(target=ask, name="weft-pipeline-failures", daemon=True)
+            self._asking.start()
+            self._asking.join(_ANSWER_SECONDS)
+        return answer[0] if answer else None

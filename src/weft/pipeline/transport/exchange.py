@@ -1,6 +1,6 @@
 """All transfers of one rank in one step: sent once the tensor exists, received before it is needed.
 
-    the caller's thread      computes; `send` and `open` return at once, `take` waits for a tensor that it needs
+    the caller's thread      computes; `send` and `open` return at once; it waits for the `arrival` of what it needs
     a thread for each        sends or receives the header, plans, moves the bytes, and hands the tensor over
     channel that is in use
 
@@ -10,8 +10,9 @@ sends that are ready on a rank the most urgent goes first, in the order of the l
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -23,39 +24,33 @@ from weft.comm.deadline import Deadline
 from weft.comm.tags import Line
 from weft.comm.tell import swap_tensors
 from weft.errors import LONGEST_SECONDS, PeerMismatch
+from weft.layout import Layout
 from weft.pipeline.predict.lowered import Direction, TensorTransfer
 from weft.pipeline.transport.channels import Channel, Channels, Payload
-from weft.pipeline.transport.connections import HEADER_LENGTH, Header, is_cut, whole_shape
-from weft.pipeline.transport.failure import call_name
 from weft.pipeline.transport.routes import Message, RouteLayouts, Routes
 from weft.pipeline.transport.threads import Future, PriorityLock
 from weft.reshard.executor.staging import Stopped
 from weft.timeline import record
 
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_MOST_DIMS = 8
+_MOST_BYTES = 1 << 40
+HEADER_LENGTH = 4 + _MOST_DIMS
+
 Shape = tuple[tuple[int, ...], torch.dtype]  # of a whole tensor, with its type
-
-
-@dataclass(frozen=True)
-class KeptTensor:
-    """A tensor that others will read later: they must find what was there when it was kept."""
-
-    tensor: Tensor
-    version: int
-    name: str
-
-    @classmethod
-    def of(cls, tensor: Tensor, name: str) -> KeptTensor:
-        """`name` is for errors."""
-        return cls(tensor, version_of(tensor), name)
-
-    def unchanged(self) -> Tensor:
-        """The tensor; raises if it was written to meanwhile."""
-        if version_of(self.tensor) != self.version:
-            raise ValueError(
-                f"{self.name} was written to while other stages were to read it, expected it to stay as it was until "
-                "the end of the step; return a new tensor from each forward pass, and write to a copy of an input"
-            )
-        return self.tensor
 
 
 class Exchange:
@@ -281,3 +276,117 @@ class Exchange:
                 end=record.now(),
                 bytes=nbytes,
             )
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor that others will read later: they must find what was there when it was kept."""
+
+    tensor: Tensor
+    version: int
+    name: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str) -> KeptTensor:
+        """`name` is for errors."""
+        return cls(tensor, version_of(tensor), name)
+
+    def unchanged(self) -> Tensor:
+        """The tensor; raises if it was written to meanwhile."""
+        if version_of(self.tensor) != self.version:
+            raise ValueError(
+                f"{self.name} was written to while other stages were to read it, expected it to stay as it was until "
+                "the end of the step; return a new tensor from each forward pass, and write to a copy of an input"
+            )
+        return self.tensor
+
+
+def call_name(step: int, train: bool) -> str:
+    """Which call a rank is in, for errors."""
+    return f"{'step' if train else 'eval_step'} number {step}"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is said about a tensor before it comes, as numbers: never a pickle.
+
+    step:  of which step of the pipeline, counted from its making; odd calls are told from even by `train`
+    train: whether a backward pass will follow
+    """
+
+    step: int
+    train: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def to_tensor(self) -> Tensor:
+        """int64 [HEADER_LENGTH]."""
+        if len(self.shape) > _MOST_DIMS or self.dtype not in _DTYPES or self._nbytes > _MOST_BYTES:
+            raise ValueError(
+                f"a tensor of shape {self.shape} and {self.dtype} leaves a stage, expected up to {_MOST_DIMS} dims, up "
+                f"to {_MOST_BYTES >> 40} TiB, and one of "
+                + ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            )
+        rest = [0] * (_MOST_DIMS - len(self.shape))
+        numbers = [self.step, int(self.train), _DTYPES.index(self.dtype), len(self.shape), *self.shape, *rest]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+    @property
+    def _nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def from_tensor(cls, numbers: Tensor) -> Header:
+        """What `to_tensor` made; `PeerMismatch` for numbers that it cannot have made, since memory is taken by them.
+
+        >>> header = Header(3, True, torch.bfloat16, (2, 5))
+        >>> Header.from_tensor(header.to_tensor()) == header
+        True
+        """
+        step, train, dtype, ndim, *sizes = given = numbers.tolist()
+        is_sound = step >= 0 and train in (0, 1) and 0 <= dtype < len(_DTYPES) and 0 <= ndim <= _MOST_DIMS
+        if is_sound and min(sizes) >= 0 and not any(sizes[ndim:]):
+            header = cls(step, bool(train), _DTYPES[dtype], tuple(sizes[:ndim]))
+            if header._nbytes <= _MOST_BYTES and max(sizes) <= _MOST_BYTES:
+                return header
+        raise PeerMismatch(
+            f"a peer announces a tensor as {given}, expected step, 0 or 1, a type below {len(_DTYPES)}, up to "
+            f"{_MOST_DIMS} dims and as many sizes; the ranks run different versions of weft, or the message is damaged"
+        )
+
+
+def is_cut(layout: Layout) -> bool:
+    """Whether one rank's shard does not tell the whole shape."""
+    cut = {axis for axes in layout.dim_axes(_MOST_DIMS) for axis in axes}
+    return any(layout.mesh.shape[axis] > 1 for axis in cut)
+
+
+def whole_shape(layout: Layout, shards: Mapping[int, tuple[int, ...]], what: str) -> tuple[int, ...]:
+    """The shape of the whole tensor from its shards' shapes by rank; they must be what the layout makes of it.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> from weft.layout import Mesh
+    >>> whole_shape(Layout(Mesh.of([0, 1], hosts=[0, 0]), [Shard(0)]), {0: (3, 4), 1: (2, 4)}, "x")
+    (5, 4)
+    """
+    first = shards[layout.mesh.ranks[0]]
+    for rank, given in shards.items():
+        if len(given) != len(first):
+            raise ValueError(
+                f"{what} has the shape {given} on rank {rank} and {first} on rank {layout.mesh.ranks[0]}, expected "
+                "shards of one tensor, with the same number of dims"
+            )
+    shape = tuple(_total(layout, shards, dim, axes) for dim, axes in enumerate(layout.dim_axes(len(first))))
+    for rank, given in shards.items():
+        expected = layout.local_shape(shape, rank)
+        if given != expected:
+            raise ValueError(
+                f"{what} on rank {rank} has the shape {given}, expected {expected} as {layout.notation(len(shape))} of "
+                f"{shape}; shards follow torch.chunk; for other sizes give ShardSizes in layouts="
+            )
+    return shape
+
+
+def _total(layout: Layout, shards: Mapping[int, tuple[int, ...]], dim: int, axes: Sequence[int]) -> int:
+    along = layout.mesh.array[tuple(slice(None) if axis in axes else 0 for axis in range(len(layout.mesh.shape)))]
+    return sum(shards[int(rank)][dim] for rank in along.reshape(-1))

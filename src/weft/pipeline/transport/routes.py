@@ -185,9 +185,9 @@ class RouteLayouts:
         """The rank of the source that announces tensors to a rank of the destination."""
         return self.src.mesh.ranks[self.dst.mesh.ranks.index(rank) % self.src.mesh.size]
 
-    def listeners(self, rank: int) -> list[int]:
+    def listeners(self, rank: int) -> tuple[int, ...]:
         """The ranks of the destination to which a rank of the source announces tensors."""
-        return [other for other in self.dst.mesh.ranks if self.announcer(other) == rank]
+        return self.dst.mesh.ranks[self.src.mesh.ranks.index(rank) :: self.src.mesh.size]
 
 
 @dataclass(frozen=True)
