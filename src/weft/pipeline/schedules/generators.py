@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from weft.pipeline.schedules.graph import Action, Kind
 from weft.pipeline.schedules.schedule import Schedule
 
-Rank = tuple[Action, ...]
+Actions = tuple[Action, ...]
 
 
 def schedule(name: str, *, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
@@ -47,29 +47,29 @@ def schedule(name: str, *, stages: int, microbatches: int, ranks: int | None = N
     return Schedule(name, stages, microbatches, tuple(one(stage, stages, microbatches) for stage in range(stages)))
 
 
-def _gpipe(stage: int, stages: int, microbatches: int) -> Rank:
+def _gpipe(stage: int, stages: int, microbatches: int) -> Actions:
     return _in_turns(stage, microbatches, warm_up=microbatches)
 
 
-def _1f1b(stage: int, stages: int, microbatches: int) -> Rank:
+def _1f1b(stage: int, stages: int, microbatches: int) -> Actions:
     return _in_turns(stage, microbatches, warm_up=stages - stage)
 
 
-def _eager_1f1b(stage: int, stages: int, microbatches: int) -> Rank:
+def _eager_1f1b(stage: int, stages: int, microbatches: int) -> Actions:
     return _in_turns(stage, microbatches, warm_up=2 * (stages - stage) - 1)
 
 
-def _eager_1f1b_delay(stage: int, stages: int, microbatches: int) -> Rank:
+def _eager_1f1b_delay(stage: int, stages: int, microbatches: int) -> Actions:
     return _in_turns(stage, microbatches, warm_up=2 * (stages - stage) - 1, weight_delay=0)
 
 
-def _zero_bubble(stage: int, stages: int, microbatches: int) -> Rank:
+def _zero_bubble(stage: int, stages: int, microbatches: int) -> Actions:
     # A stage further down may keep as many W back as it has fewer micro-batches in flight, so every stage holds
     # at most n of them, as stage 0 of 1F1B does. What is kept back fills the bubble at the end.
     return _in_turns(stage, microbatches, warm_up=stages - stage, weight_delay=stage)
 
 
-def _in_turns(stage: int, microbatches: int, *, warm_up: int, weight_delay: int | None = None) -> Rank:
+def _in_turns(stage: int, microbatches: int, *, warm_up: int, weight_delay: int | None = None) -> Actions:
     """The stage's forwards and backwards in turns; W, where there is one, comes `weight_delay` backwards later."""
 
     def act(kind: Kind, microbatch: int) -> Action:
@@ -78,14 +78,14 @@ def _in_turns(stage: int, microbatches: int, *, warm_up: int, weight_delay: int 
     every = range(microbatches)
     forwards = [act(Kind.FORWARD, microbatch) for microbatch in every]
     if weight_delay is None:
-        return take_turns(forwards, [[act(Kind.BACKWARD, microbatch)] for microbatch in every], warm_up=warm_up)
+        return _take_turns(forwards, [[act(Kind.BACKWARD, microbatch)] for microbatch in every], warm_up=warm_up)
     backwards = [[act(Kind.INPUT_GRADIENT, microbatch)] for microbatch in every]
     for microbatch in every:  # those that would come after the last I come right after it
         backwards[min(microbatch + weight_delay, microbatches - 1)].append(act(Kind.WEIGHT_GRADIENT, microbatch))
-    return take_turns(forwards, backwards, warm_up=warm_up)
+    return _take_turns(forwards, backwards, warm_up=warm_up)
 
 
-def take_turns(
+def _take_turns(
     forwards: Sequence[Action], backwards: Sequence[Sequence[Action]], *, warm_up: int
 ) -> tuple[Action, ...]:
     """`warm_up` forwards, then a backward (of one or more actions) and a forward in turns, then what is left."""
@@ -121,7 +121,7 @@ def interleaved_1f1b(stages: int, microbatches: int, *, ranks: int) -> Schedule:
     ]
     while True:
         lists = tuple(
-            take_turns(f, [[action] for action in b], warm_up=w)
+            _take_turns(f, [[action] for action in b], warm_up=w)
             for f, b, w in zip(forwards, backwards, warm_up, strict=True)
         )
         made = Schedule("interleaved-1f1b", stages, microbatches, lists)
@@ -163,7 +163,7 @@ def _global_order(forwards: Sequence[Sequence[Action]], rounds: Sequence[range],
 
 INTERLEAVED = "interleaved-1f1b"
 # What makes the list of one stage on a rank of its own; None for the one that puts several on a rank.
-_GENERATORS: dict[str, Callable[[int, int, int], Rank] | None] = {
+_GENERATORS: dict[str, Callable[[int, int, int], Actions] | None] = {
     "gpipe": _gpipe,
     "1f1b": _1f1b,
     "eager-1f1b": _eager_1f1b,

@@ -135,6 +135,7 @@ class Schedule:
         self, costs: Costs, graph: StageGraph | None = None, *, transfers: Transfers | None = None
     ) -> Simulation:
         """What a run is expected to do: timeline, step time, bubble and peak; see `weft.pipeline.predict.simulate`."""
+        # Here, since predictions are built on schedules: this method is a user's shortcut to them.
         from weft.pipeline.predict.costs import Transfers
         from weft.pipeline.predict.simulate import simulate
 

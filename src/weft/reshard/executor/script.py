@@ -11,12 +11,15 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weft.layout import Ints
-from weft.reshard.plan import Plan
 from weft.reshard.units import Ranks
+
+if TYPE_CHECKING:
+    from weft.reshard.plan import Plan
 
 # How many messages a rank has under way, at most: the executor posts so many ahead, and the simulator counts on it.
 SENDS_AHEAD = 8
