@@ -10,8 +10,8 @@ from pipeline_model import Stage, check, given
 from torch import Tensor, nn
 
 from weft.errors import WeftError
+from weft.pipeline import StageFailed
 from weft.pipeline.run.api import Pipeline
-from weft.pipeline.transport.failure import StageFailed
 
 
 def refuses(call: Any, words: str, kind: type[Exception] = ValueError) -> None:

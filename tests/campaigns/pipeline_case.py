@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from weft.pipeline import Action, Edge, Kind, Schedule, StageGraph, chain, schedule
-from weft.pipeline.schedules.text import Dependencies
+from weft.pipeline.schedules.graph import Dependencies
 
 NAMES = ("gpipe", "1f1b", "eager-1f1b", "eager-1f1b+delay", "zero-bubble", "interleaved-1f1b", "own")
 _WIDER = {"bfloat16": "float32", "float16": "float32"}
@@ -189,7 +189,7 @@ def random_schedule(rng: random.Random, graph: StageGraph, ranks: int, microbatc
         tuple(sorted((a for a in todo if a.stage % ranks == r), key=lambda a: (a.kind is not Kind.FORWARD, a)))
         for r in range(ranks)
     )
-    needs = Dependencies(Schedule("own", stages, microbatches, plain), graph)
+    needs = Dependencies(plain, graph)
     lists: list[list[Action]] = [[] for _ in range(ranks)]
     done: set[Action] = set()
     while todo:

@@ -12,9 +12,9 @@ from pipeline_case import Case
 from pipeline_model import batch_of, check, given, loss_of, make_stages, placements, shard_of
 from torch import Tensor, nn
 
+from weft.pipeline import StageFailed
 from weft.pipeline.run.api import Pipeline
 from weft.pipeline.run.reference import forward_reference, step_reference
-from weft.pipeline.transport.failure import StageFailed
 from weft.timeline import record
 
 TIMEOUT = 60.0

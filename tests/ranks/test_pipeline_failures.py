@@ -16,9 +16,8 @@ from torch.distributed.tensor import Partial, Shard
 
 from weft.comm.tell import store_of
 from weft.errors import PeerMismatch, WeftError
-from weft.pipeline import Edge, schedule
+from weft.pipeline import Edge, StageFailed, schedule
 from weft.pipeline.run.api import Pipeline
-from weft.pipeline.transport.failure import StageFailed
 
 TIMEOUT = 3.0
 

@@ -55,8 +55,13 @@ def dtensors() -> None:
     wide = weft.reshard(x, b, [Replicate()], dtype=torch.float64, **LIMIT)
     assert me not in TARGETS or torch.equal(wide.to_local(), WHOLE.double())
     handle = weft.reshard(x, b, [Shard(1)], async_op=True, **LIMIT)
+    meanwhile = weft.reshard(x, b, [Replicate()], **LIMIT)
     late = handle.wait()
     assert me not in TARGETS or late.to_local().shape[0] == 7
+    if me in TARGETS:
+        columns = shard(WHOLE, Layout(Mesh.of(TARGETS, hosts=[0] * 4), [Shard(1)]))[me]
+        assert torch.equal(late.to_local(), columns)
+        assert torch.equal(meanwhile.to_local(), WHOLE)
     out = torch.zeros_like(rows_of(me)) if me in TARGETS else None
     same = weft.reshard(x, b, [Shard(0)], out=out, **LIMIT)
     assert me not in TARGETS or (same.to_local().data_ptr() == out.data_ptr() and torch.equal(out, rows_of(me)))

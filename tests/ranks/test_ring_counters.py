@@ -15,8 +15,8 @@ from weft.layout import Layout, Mesh, Replicate
 from weft.pipeline import schedule
 from weft.pipeline.run.api import Pipeline
 from weft.pipeline.run.reference import step_reference
-from weft.pipeline.transport import channel as pipeline_rings
 from weft.reshard import Executor, TensorSpec, plan_tensors
+from weft.reshard.executor.staging import Rings
 from weft.reshard.reference import shard
 
 LONG = 60.0
@@ -25,37 +25,6 @@ LONG = 60.0
 def signed(count: int) -> int:
     """What a counter of 32 bits holds after so many."""
     return (count + 2**31) % 2**32 - 2**31
-
-
-def preset(executor: Executor, start: int) -> None:
-    """As after so many runs that every counter of the rings is just below `start`."""
-    rings, me = executor.rings, executor.rank
-    (total,) = {count for count in executor.script.totals.values() if count}
-    runs = start // total
-    rings._counters[me].tensor[1:] = signed(runs * total)  # ready of both rings, done of all takers
-    executor._runs = runs
-
-
-def move_past(start: int) -> None:
-    """Ranks 0 and 1 share a host: rank 0 publishes all that it has for rank 1, in more chunks than slots."""
-    group, me = Group(dist.group.WORLD, timeout=LONG), dist.get_rank()
-    mesh = Mesh.of([0, 1], hosts=[0, 0])
-    one = Mesh.of([0], hosts=[0])
-    src, dst = Layout(one, [Replicate()]), Layout(mesh, [Replicate()])
-    spec = TensorSpec("x", (300, 64), torch.float32, src, dst, torch.float32)
-    with Executor(plan_tensors([spec], chunk_bytes=4096), group) as executor:
-        preset(executor, start)
-        dist.barrier()
-        for seed in range(4):
-            whole = torch.randn(300, 64, generator=torch.Generator().manual_seed(seed))
-            out = torch.zeros(300, 64)
-            executor.run({0: shard(whole, src)[me].clone()} if me == 0 else {}, {0: out})
-            assert torch.equal(out, whole), seed
-
-
-@pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3])
-def test_an_executor_goes_on(start: int) -> None:
-    run_ranks(move_past, 2, start)
 
 
 class _Since(dict[Any, int]):
@@ -69,16 +38,44 @@ class _Since(dict[Any, int]):
         return super().get(key, self._start)
 
 
+def preset(rings: Rings, start: int) -> None:
+    """As after so many runs that every counter of the rings is at `start`."""
+    if rings._counters:
+        rings._counters[rings._rank].tensor[1:] = signed(start)  # ready of both rings, done of all takers
+    rings._published, rings._taken = _Since(start), _Since(start)
+
+
+def move_past(start: int) -> None:
+    """Ranks 0 and 1 share a host: rank 0 publishes all that it has for rank 1, in more chunks than slots."""
+    group, me = Group(dist.group.WORLD, timeout=LONG), dist.get_rank()
+    mesh = Mesh.of([0, 1], hosts=[0, 0])
+    one = Mesh.of([0], hosts=[0])
+    src, dst = Layout(one, [Replicate()]), Layout(mesh, [Replicate()])
+    spec = TensorSpec("x", (300, 64), torch.float32, src, dst, torch.float32)
+    with Executor(plan_tensors([spec], chunk_bytes=4096), group) as executor:
+        preset(executor.rings, start)
+        dist.barrier()
+        for seed in range(4):
+            whole = torch.randn(300, 64, generator=torch.Generator().manual_seed(seed))
+            out = torch.zeros(300, 64)
+            executor.run({0: shard(whole, src)[me].clone()} if me == 0 else {}, {0: out})
+            assert torch.equal(out, whole), seed
+
+
+@pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3])
+def test_an_executor_goes_on(start: int) -> None:
+    run_ranks(move_past, 2, start)
+
+
 def train_past(start: int) -> None:
     """A stage on rank 0 gives its output to two ranks of one host, of which one receives for both."""
-    original = pipeline_rings.ChannelRings.__init__
+    original = Rings.__init__
 
-    def late(self: Any, *args: Any) -> None:
-        original(self, *args)
-        self._counters[self._me].tensor[1:] = signed(start)
-        self._published, self._taken = _Since(start), _Since(start)
+    def late(self: Rings, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        preset(self, start)
 
-    pipeline_rings.ChannelRings.__init__ = late  # type: ignore[method-assign]
+    Rings.__init__ = late  # type: ignore[method-assign]
     torch.manual_seed(0)
     modules, alone = ([nn.Linear(8, 8), nn.Linear(8, 8)] for _ in range(2))
     for module, twin in zip(modules, alone, strict=True):

@@ -12,7 +12,7 @@ from weft.comm.tell import checked_length
 from weft.comm.window import checked_offer
 from weft.errors import PeerMismatch
 from weft.overlap.executor.calls import checked_counts
-from weft.pipeline.transport.routes import LENGTH, Header
+from weft.pipeline.transport.exchange import HEADER_LENGTH, Header
 
 NUMBERS = [0, 1, 2, 3, 7, 8, 9, 63, 255, 1 << 20, 1 << 31, 1 << 40, 1 << 62, -1, -(1 << 40), -(1 << 63), (1 << 63) - 1]
 
@@ -27,7 +27,7 @@ def test_a_length_beyond_the_bound_is_refused(length: int) -> None:
 def test_any_numbers_are_a_header_or_refused() -> None:
     dice, good = random.Random(3), 0
     for _ in range(20_000):
-        numbers = [dice.choice(NUMBERS) for _ in range(LENGTH)]
+        numbers = [dice.choice(NUMBERS) for _ in range(HEADER_LENGTH)]
         if dice.random() < 0.3:  # close to a header, so that all checks are reached
             numbers[1:4] = [dice.randint(0, 1), dice.randint(-1, 12), dice.randint(0, 9)]
             numbers[4:] = [dice.choice([0, 1, 5, 1000, dice.choice(NUMBERS)]) for _ in numbers[4:]]

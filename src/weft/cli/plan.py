@@ -138,7 +138,7 @@ def pipeline(
     """
     from weft.pipeline import schedule
     from weft.pipeline.schedules.generators import INTERLEAVED
-    from weft.pipeline.schedules.text import to_torch_csv
+    from weft.pipeline.schedules.schedule import to_torch_csv
     from weft.report import Column, Table
     from weft.report.pipeline import pipeline_page
     from weft.timeline.text import align_columns

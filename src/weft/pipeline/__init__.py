@@ -2,6 +2,12 @@
 
 `schedule` makes a schedule (a value), `StageGraph` says which tensors go where, `lower` adds sends and receives,
 `simulate` predicts the run; `Pipeline` runs it, and loads torch only when it is first named.
+
+schedules/  what each rank computes, in which order (pure)
+predict/    the same with its sends and receives, and how long it takes (pure)
+transport/  how tensors get from stage to stage
+run/        `Pipeline`, its stages and its steps
+models      two models in stages, to train, measure and test with
 """
 
 from importlib import import_module
@@ -12,13 +18,12 @@ from weft.pipeline.predict.lower import lower
 from weft.pipeline.predict.lowered import Direction, Lowered, Receive, Send, TensorTransfer
 from weft.pipeline.predict.simulate import Simulation, simulate
 from weft.pipeline.schedules.generators import SCHEDULES, schedule
-from weft.pipeline.schedules.graph import Edge, StageGraph, chain
-from weft.pipeline.schedules.schedule import Action, Kind, Schedule
-from weft.pipeline.schedules.text import validate
+from weft.pipeline.schedules.graph import Action, Edge, Kind, StageGraph, chain
+from weft.pipeline.schedules.schedule import Schedule, validate
 
 if TYPE_CHECKING:
     from weft.pipeline.run.api import Evaluation, Pipeline
-    from weft.pipeline.transport.failure import StageFailed
+    from weft.pipeline.transport.connections import StageFailed
 
 __all__ = [
     "SCHEDULES",
@@ -47,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    home = {"Evaluation": "run.api", "Pipeline": "run.api", "StageFailed": "transport.failure"}
+    home = {"Evaluation": "run.api", "Pipeline": "run.api", "StageFailed": "transport.connections"}
     if name not in home:
         raise AttributeError(f"weft.pipeline has no {name!r}; its names are {', '.join(__all__)}")
     value = getattr(import_module(f"weft.pipeline.{home[name]}"), name)

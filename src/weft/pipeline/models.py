@@ -1,18 +1,20 @@
-"""What the models share: cutting a row of layers into stages, and weights that do not depend on the cut.
+"""Two models in stages, to train, measure and test with: a GPT and a U-Transformer.
 
-A GPT in stages, tensor-parallel inside.
+Their layers are cut into stages that cost about the same; the first weights do not depend on the cut.
+
+The GPT may be tensor-parallel inside a stage:
 
     ids [B, S] -> embedding, blocks -> x [B, S, W] -> blocks -> ... -> norm, head -> logits [B, S, V]
 
 With tensor parallelism over T ranks, activations are cut along the sequence between the layers and between the
 stages, x [B, S/T, W], and every linear layer communicates while it computes.
 
-A U-Transformer in stages: a U-Net with attention, whose long skips cross stages.
+The U-Transformer is a U-Net with attention, whose long skips cross stages:
 
     pixels [B, 3, H, W] -> down 0 -> down 1 -> ... -> middle -> ... -> up 1 -> up 0 -> [B, 1, H, W]
                              \\________\\_________ skips ________/________/
 
-The layers in this order are cut into stages. The skip of level l goes from the stage of `down l` to the stage of
+The skip of level l goes from the stage of `down l` to the stage of
 `up l`, if that is another one.
 """
 

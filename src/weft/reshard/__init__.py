@@ -16,8 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from weft.reshard.api import reshard, reshard_state_dict
-from weft.reshard.executor.executor import Executor, Pending
+from weft.reshard.executor.executor import Executor
 from weft.reshard.executor.job import Handle
+from weft.reshard.executor.workers import Pending
 from weft.reshard.plan import Plan, Traffic
 from weft.reshard.planner import STRATEGIES, plan_reshard, plan_tensors
 from weft.reshard.sides import Source

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.pipeline import SCHEDULES, Schedule, schedule
-from weft.pipeline.schedules.text import from_torch_csv, to_torch_csv
+from weft.pipeline.schedules.schedule import from_torch_csv, to_torch_csv
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])

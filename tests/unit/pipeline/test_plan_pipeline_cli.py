@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from weft.cli.app import app
 from weft.pipeline import SCHEDULES, Costs, Schedule, Transfers, schedule
-from weft.pipeline.schedules.text import from_torch_csv
+from weft.pipeline.schedules.schedule import from_torch_csv
 
 CASE = ("--schedule", "eager-1f1b", "--stages", "4", "--microbatches", "16", "--comm", "0.5")
 

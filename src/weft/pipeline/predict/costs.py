@@ -1,7 +1,4 @@
-"""What a step is made of, in seconds: the stages' work and the transfers between them.
-
-What must get from rank to rank for a schedule and a stage graph: each tensor once to each rank that uses it.
-"""
+"""What a step is made of: the seconds of each action and transfer, and which tensors must get from rank to rank."""
 
 from __future__ import annotations
 
@@ -13,12 +10,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from weft.pipeline.predict.lowered import Direction, TensorTransfer
-from weft.pipeline.schedules.graph import Edge, StageGraph
-from weft.pipeline.schedules.schedule import Action, Kind, Schedule
-from weft.pipeline.schedules.text import Dependencies, Steps
+from weft.pipeline.schedules.graph import Action, Edge, Kind, StageGraph, Steps
+from weft.pipeline.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
-    from weft.pipeline.schedules.schedule import Schedule
     from weft.reshard import Plan
 
 
@@ -142,14 +137,14 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Delivery:
-    """A tensor, or a gradient, that a rank needs from another one.
+class TransferNeed:
+    """A tensor, or a gradient, that a rank needs from another one; who sends it is not decided.
 
     edge:       of the stage graph; its source made the tensor
     microbatch: of which micro-batch
     direction:  the tensor to the edge's target, or the gradient to its source
     made_by:    the action that makes it
-    sources:    the stages that may send it, the maker first; others once it has been delivered to them
+    sources:    the stages that may send it, the maker first; others once they have got it
     made_in:    the step in which it exists (see `Steps`)
     needed_in:  the step in which it is first used
     """
@@ -177,13 +172,13 @@ class Delivery:
         return TensorTransfer(self.edge.source, self.edge.tensor, self.microbatch, source, self.target)
 
 
-def deliveries(schedule: Schedule, graph: StageGraph, steps: Steps) -> list[Delivery]:
-    """All deliveries, the most urgent first.
+def transfer_needs(schedule: Schedule, graph: StageGraph, steps: Steps) -> list[TransferNeed]:
+    """What must get from rank to rank, the most urgent first.
 
     A tensor goes to each rank once: to the stage there that uses it first. A gradient comes back from each stage
     that used the tensor, also if two are on one rank, so that the sum is always taken in the order of stages.
     """
-    found: list[Delivery] = []
+    found: list[TransferNeed] = []
     for microbatch in range(schedule.microbatches):
         found += _forwards(schedule, graph, steps, microbatch)
         if schedule.has_backward:
@@ -191,7 +186,7 @@ def deliveries(schedule: Schedule, graph: StageGraph, steps: Steps) -> list[Deli
     return sorted(found, key=lambda each: each.urgency)
 
 
-def _forwards(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: int) -> Iterator[Delivery]:
+def _forwards(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: int) -> Iterator[TransferNeed]:
     def step(stage: int) -> int:
         return steps.of[Action(stage, Kind.FORWARD, microbatch)]
 
@@ -206,14 +201,13 @@ def _forwards(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: i
         earlier = sorted(user for user in users if user < edge.target)
         sources = (edge.source, *earlier)
         made_in, needed_in = step(edge.source) + 1, step(edge.target)
-        yield Delivery(edge, microbatch, Direction.FORWARD, made_by, sources, made_in, needed_in)
+        yield TransferNeed(edge, microbatch, Direction.FORWARD, made_by, sources, made_in, needed_in)
 
 
-def _gradients(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: int) -> Iterator[Delivery]:
-    dependencies = Dependencies(schedule, graph)
+def _gradients(schedule: Schedule, graph: StageGraph, steps: Steps, microbatch: int) -> Iterator[TransferNeed]:
     for edge in graph.edges:
         if edge.gradient and schedule.rank_of(edge.source) != schedule.rank_of(edge.target):
-            made_by = dependencies.gradient(edge.target, microbatch)
-            needed_in = steps.of[dependencies.gradient(edge.source, microbatch)]
+            made_by = schedule.gradient(edge.target, microbatch)
+            needed_in = steps.of[schedule.gradient(edge.source, microbatch)]
             made_in = steps.of[made_by] + 1
-            yield Delivery(edge, microbatch, Direction.GRADIENT, made_by, (edge.target,), made_in, needed_in)
+            yield TransferNeed(edge, microbatch, Direction.GRADIENT, made_by, (edge.target,), made_in, needed_in)

@@ -1,11 +1,4 @@
-"""What no order of a schedule's actions can beat.
-
-Three things take their time whatever the order is: one micro-batch through all stages and back; each rank's work,
-with the way of the first micro-batch to it before and the way of the last gradient from it after; what each card
-must carry, with the same ways. The bound is the longest of them.
-
-What a step is expected to do: its timeline, its length, its bubble, what it keeps in memory.
-"""
+"""What a step is expected to do: its timeline, its length, its bubble, its memory; and what no order can beat."""
 
 from __future__ import annotations
 
@@ -14,113 +7,47 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.pipeline.predict.costs import Costs, Delivery, Transfers, deliveries
-from weft.pipeline.predict.lower import Clock, ClockRun, Posting, decide, insert
+from weft.pipeline.predict.costs import Costs, TransferNeed, Transfers, transfer_needs
+from weft.pipeline.predict.lower import Clock, ClockRun, Position, decide, insert
 from weft.pipeline.predict.lowered import Direction, Lowered, Receive, Send, TensorTransfer
-from weft.pipeline.schedules.graph import Edge, StageGraph, chain
-from weft.pipeline.schedules.schedule import Action, Kind, Schedule
-from weft.pipeline.schedules.text import validate
+from weft.pipeline.schedules.graph import Action, Edge, Kind, StageGraph, chain
+from weft.pipeline.schedules.schedule import Schedule, validate
 from weft.timeline import Event, Timeline
 from weft.timeline.text import format_seconds
 
 
-def lower_bound(schedule: Schedule, graph: StageGraph, costs: Costs, deliveries: Sequence[Delivery]) -> float:
-    """Seconds that no step goes below with the same actions on the same ranks."""
-    ways = _Ways(schedule, graph, costs)
-    bounds = [ways.before[s] + costs.forward[s] + ways.after_forward[s] for s in range(graph.stages)]
-    for rank, actions in enumerate(schedule.ranks):
-        stages = schedule.stages_of(rank)
-        head = min(ways.before[s] for s in stages)
-        every = sum(costs.of(action) for action in actions)
-        # W may wait until nobody needs anything more of the rank, so only the rest is followed by a way.
-        until_gradient = sum(costs.of(action) for action in actions if action.kind is not Kind.WEIGHT_GRADIENT)
-        tail = min(ways.after_gradient[s] for s in stages)
-        bounds += [head + every, head + until_gradient + tail]
-    return max(*bounds, *_card_bounds(schedule, costs, ways, deliveries))
+def simulate(
+    schedule: Schedule,
+    costs: Costs,
+    graph: StageGraph | None = None,
+    *,
+    transfers: Transfers = Transfers.OVERLAPPED,
+) -> Simulation:
+    """Lowers the schedule for these costs and runs it on a clock; a plain chain without a graph.
 
-
-class _Ways:
-    """The longest ways through the graph for one micro-batch, transfers between ranks included, by stage.
-
-    before:         from the start to the stage's forward
-    after_forward:  from the end of its forward to the end of all that must follow
-    after_gradient: from the end of its I or B to the end of all that must follow
-    gradient:       its I or B, the shorter where micro-batches differ
+    >>> from weft.pipeline import schedule
+    >>> costs = Costs.uniform(4, transfer=0.5)
+    >>> for name in ("1f1b", "eager-1f1b"):
+    ...     print(simulate(schedule(name, stages=4, microbatches=16), costs))
+    1f1b, overlapped: step 71.0 s, bound 60.0 s, bubble 32.4%, peak activations 4 3 2 1
+    eager-1f1b, overlapped: step 60.0 s, bound 60.0 s, bubble 20.0%, peak activations 7 5 3 1
     """
-
-    def __init__(self, schedule: Schedule, graph: StageGraph, costs: Costs) -> None:
-        self._schedule, self._graph, self._costs = schedule, graph, costs
-        stages = range(graph.stages)
-        splits = [{schedule.splits_backward(s, m) for m in range(schedule.microbatches)} for s in stages]
-        self.gradient = [min(_gradient_seconds(costs, s, split) for split in splits[s]) for s in stages]
-        rest = [0.0 if False in splits[s] else costs.weight_gradient[s] for s in stages]
-        self.before = [0.0] * graph.stages
-        self.after_gradient = [0.0] * graph.stages
-        for s in stages:
-            into = graph.into(s)
-            self.before[s] = _longest(
-                self.before[e.source] + costs.forward[e.source] + self._wire(e, Direction.FORWARD) for e in into
-            )
-            if schedule.has_backward:
-                ways = (
-                    self._wire(e, Direction.GRADIENT) + self.gradient[e.source] + self.after_gradient[e.source]
-                    for e in into
-                    if e.gradient
-                )
-                self.after_gradient[s] = max(rest[s], _longest(ways))
-        self.after_forward = [0.0] * graph.stages
-        for s in reversed(stages):
-            ways = (
-                self._wire(e, Direction.FORWARD) + costs.forward[e.target] + self.after_forward[e.target]
-                for e in graph.out_of(s)
-            )
-            own = self.gradient[s] + self.after_gradient[s] if schedule.has_backward else 0.0
-            self.after_forward[s] = max(own, _longest(ways))
-
-    def _wire(self, edge: Edge, direction: Direction) -> float:
-        """The transfer of an edge; a tensor goes to a rank once, perhaps for another of its stages."""
-        rank = self._schedule.rank_of(edge.target)
-        if self._schedule.rank_of(edge.source) == rank:
-            return 0.0
-        if direction is Direction.GRADIENT:
-            return self._costs.of_transfer(edge, direction)
-        same = (e for e in self._graph.out_of(edge.source) if e.tensor == edge.tensor)
-        return min(self._costs.of_transfer(e, direction) for e in same if self._schedule.rank_of(e.target) == rank)
+    decision = decide(schedule, chain(schedule.stages) if graph is None else graph, costs)
+    lowered = insert(decision, transfers)
+    if transfers is Transfers.OVERLAPPED:
+        return _simulation(lowered, costs, transfers, decision.run)
+    return simulate_lowered(lowered, costs, transfers=transfers)
 
 
-def _gradient_seconds(costs: Costs, stage: int, split: bool) -> float:
-    return costs.of(Action(stage, Kind.INPUT_GRADIENT if split else Kind.BACKWARD, 0))
-
-
-def _longest(ways: Iterable[float]) -> float:
-    return max(ways, default=0.0)
-
-
-def _card_bounds(schedule: Schedule, costs: Costs, ways: _Ways, deliveries: Sequence[Delivery]) -> list[float]:
-    """For each direction of each card: the earliest start, all that it must carry, the least that must follow."""
-    loads: dict[tuple[str, int], list[tuple[float, float, float]]] = defaultdict(list)
-    for each in deliveries:
-        into = costs.cards_of(each.target, schedule)
-        outs = [costs.cards_of(source, schedule) for source in each.sources]
-        if any(out == into and len(out) == 1 for out in outs):
-            continue  # may stay inside a host
-        maker = each.made_by.stage
-        start = ways.before[maker] + costs.forward[maker]
-        if each.direction is Direction.FORWARD:
-            rest = costs.forward[each.target] + ways.after_forward[each.target]
-        else:
-            start += ways.gradient[maker]
-            rest = ways.gradient[each.target] + ways.after_gradient[each.target]
-        load = (start, costs.of_transfer(each.edge, each.direction), rest)
-        for card in into:
-            loads["in", card].append(load)
-        for card in outs[0] if len(outs) == 1 else ():
-            loads["out", card].append(load)
-    bounds = []
-    for load_of_card in loads.values():
-        starts, seconds, rests = zip(*load_of_card, strict=True)
-        bounds.append(min(starts) + sum(seconds) + min(rests))
-    return bounds
+def simulate_lowered(lowered: Lowered, costs: Costs, *, transfers: Transfers = Transfers.OVERLAPPED) -> Simulation:
+    """Runs what has been lowered, also for other costs, on a clock; senders stay as they are."""
+    schedule = lowered.schedule
+    wanted = transfer_needs(schedule, lowered.graph, validate(schedule, lowered.graph))
+    source_of = {_key(t): t.source for t in lowered.transfers}
+    senders = [source_of[_key(each.sent_by(-1))] if _is_forward(each) else each.sources[0] for each in wanted]
+    positions = None if transfers is Transfers.OVERLAPPED else _positions(lowered, wanted, senders)
+    run = Clock(schedule, lowered.graph, costs, wanted, senders=senders, positions=positions).run()
+    return _simulation(lowered, costs, transfers, run)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +103,7 @@ class Simulation:
     def lower_bound(self) -> float:
         """Seconds that no order of the same actions, and no choice of senders, can go below."""
         graph = self.lowered.graph
-        wanted = deliveries(self.schedule, graph, validate(self.schedule, graph))
+        wanted = transfer_needs(self.schedule, graph, validate(self.schedule, graph))
         return lower_bound(self.schedule, graph, self.costs, wanted)
 
     @cached_property
@@ -199,38 +126,108 @@ class Simulation:
         )
 
 
-def simulate(
-    schedule: Schedule,
-    costs: Costs,
-    graph: StageGraph | None = None,
-    *,
-    transfers: Transfers = Transfers.OVERLAPPED,
-) -> Simulation:
-    """Lowers the schedule for these costs and runs it on a clock; a plain chain without a graph.
+def lower_bound(schedule: Schedule, graph: StageGraph, costs: Costs, needs: Sequence[TransferNeed]) -> float:
+    """Seconds that no step goes below with the same actions on the same ranks.
 
-    >>> from weft.pipeline import schedule
-    >>> costs = Costs.uniform(4, transfer=0.5)
-    >>> for name in ("1f1b", "eager-1f1b"):
-    ...     print(simulate(schedule(name, stages=4, microbatches=16), costs))
-    1f1b, overlapped: step 71.0 s, bound 60.0 s, bubble 32.4%, peak activations 4 3 2 1
-    eager-1f1b, overlapped: step 60.0 s, bound 60.0 s, bubble 20.0%, peak activations 7 5 3 1
+    Three things take their time whatever the order is: one micro-batch through all stages and back; each rank's work,
+    with the path of the first micro-batch to it before and that of the last gradient from it after; what each card
+    must carry, with the same paths. The bound is the longest of them.
     """
-    decision = decide(schedule, chain(schedule.stages) if graph is None else graph, costs)
-    lowered = insert(decision, transfers)
-    if transfers is Transfers.OVERLAPPED:
-        return _simulation(lowered, costs, transfers, decision.run)
-    return simulate_lowered(lowered, costs, transfers=transfers)
+    paths = _Paths(schedule, graph, costs)
+    bounds = [paths.before[s] + costs.forward[s] + paths.after_forward[s] for s in range(graph.stages)]
+    for rank, actions in enumerate(schedule.ranks):
+        stages = schedule.stages_of(rank)
+        head = min(paths.before[s] for s in stages)
+        every = sum(costs.of(action) for action in actions)
+        # W may wait until nobody needs anything more of the rank, so only the rest is followed by a path.
+        until_gradient = sum(costs.of(action) for action in actions if action.kind is not Kind.WEIGHT_GRADIENT)
+        tail = min(paths.after_gradient[s] for s in stages)
+        bounds += [head + every, head + until_gradient + tail]
+    return max(*bounds, *_card_bounds(schedule, costs, paths, needs))
 
 
-def simulate_lowered(lowered: Lowered, costs: Costs, *, transfers: Transfers = Transfers.OVERLAPPED) -> Simulation:
-    """Runs what has been lowered, also for other costs, on a clock; senders stay as they are."""
-    schedule = lowered.schedule
-    wanted = deliveries(schedule, lowered.graph, validate(schedule, lowered.graph))
-    source_of = {_key(t): t.source for t in lowered.transfers}
-    routes = [source_of[_key(each.sent_by(-1))] if _is_forward(each) else each.sources[0] for each in wanted]
-    postings = None if transfers is Transfers.OVERLAPPED else _postings(lowered, wanted, routes)
-    run = Clock(schedule, lowered.graph, costs, wanted, routes=routes, postings=postings).run()
-    return _simulation(lowered, costs, transfers, run)
+class _Paths:
+    """The longest paths through the graph for one micro-batch, transfers between ranks included, by stage.
+
+    before:         from the start to the stage's forward
+    after_forward:  from the end of its forward to the end of all that must follow
+    after_gradient: from the end of its I or B to the end of all that must follow
+    gradient:       its I or B, the shorter where micro-batches differ
+    """
+
+    def __init__(self, schedule: Schedule, graph: StageGraph, costs: Costs) -> None:
+        self._schedule, self._graph, self._costs = schedule, graph, costs
+        stages = range(graph.stages)
+        splits = [{schedule.splits_backward(s, m) for m in range(schedule.microbatches)} for s in stages]
+        self.gradient = [min(_gradient_seconds(costs, s, split) for split in splits[s]) for s in stages]
+        rest = [0.0 if False in splits[s] else costs.weight_gradient[s] for s in stages]
+        self.before = [0.0] * graph.stages
+        self.after_gradient = [0.0] * graph.stages
+        for s in stages:
+            into = graph.into(s)
+            self.before[s] = _longest(
+                self.before[e.source] + costs.forward[e.source] + self._transfer(e, Direction.FORWARD) for e in into
+            )
+            if schedule.has_backward:
+                paths = (
+                    self._transfer(e, Direction.GRADIENT) + self.gradient[e.source] + self.after_gradient[e.source]
+                    for e in into
+                    if e.gradient
+                )
+                self.after_gradient[s] = max(rest[s], _longest(paths))
+        self.after_forward = [0.0] * graph.stages
+        for s in reversed(stages):
+            paths = (
+                self._transfer(e, Direction.FORWARD) + costs.forward[e.target] + self.after_forward[e.target]
+                for e in graph.out_of(s)
+            )
+            own = self.gradient[s] + self.after_gradient[s] if schedule.has_backward else 0.0
+            self.after_forward[s] = max(own, _longest(paths))
+
+    def _transfer(self, edge: Edge, direction: Direction) -> float:
+        """The transfer of an edge; a tensor goes to a rank once, perhaps for another of its stages."""
+        rank = self._schedule.rank_of(edge.target)
+        if self._schedule.rank_of(edge.source) == rank:
+            return 0.0
+        if direction is Direction.GRADIENT:
+            return self._costs.of_transfer(edge, direction)
+        same = (e for e in self._graph.out_of(edge.source) if e.tensor == edge.tensor)
+        return min(self._costs.of_transfer(e, direction) for e in same if self._schedule.rank_of(e.target) == rank)
+
+
+def _gradient_seconds(costs: Costs, stage: int, split: bool) -> float:
+    return costs.of(Action(stage, Kind.INPUT_GRADIENT if split else Kind.BACKWARD, 0))
+
+
+def _longest(paths: Iterable[float]) -> float:
+    return max(paths, default=0.0)
+
+
+def _card_bounds(schedule: Schedule, costs: Costs, paths: _Paths, needs: Sequence[TransferNeed]) -> list[float]:
+    """For each direction of each card: the earliest start, all that it must carry, the least that must follow."""
+    loads: dict[tuple[str, int], list[tuple[float, float, float]]] = defaultdict(list)
+    for each in needs:
+        into = costs.cards_of(each.target, schedule)
+        outs = [costs.cards_of(source, schedule) for source in each.sources]
+        if any(out == into and len(out) == 1 for out in outs):
+            continue  # may stay inside a host
+        maker = each.made_by.stage
+        start = paths.before[maker] + costs.forward[maker]
+        if each.direction is Direction.FORWARD:
+            rest = costs.forward[each.target] + paths.after_forward[each.target]
+        else:
+            start += paths.gradient[maker]
+            rest = paths.gradient[each.target] + paths.after_gradient[each.target]
+        load = (start, costs.of_transfer(each.edge, each.direction), rest)
+        for card in into:
+            loads["in", card].append(load)
+        for card in outs[0] if len(outs) == 1 else ():
+            loads["out", card].append(load)
+    bounds = []
+    for load_of_card in loads.values():
+        starts, seconds, rests = zip(*load_of_card, strict=True)
+        bounds.append(min(starts) + sum(seconds) + min(rests))
+    return bounds
 
 
 def _simulation(lowered: Lowered, costs: Costs, transfers: Transfers, run: ClockRun) -> Simulation:
@@ -238,7 +235,7 @@ def _simulation(lowered: Lowered, costs: Costs, transfers: Transfers, run: Clock
     return Simulation(lowered, costs, transfers, run.actions, moves)
 
 
-def _is_forward(each: Delivery) -> bool:
+def _is_forward(each: TransferNeed) -> bool:
     return each.direction is Direction.FORWARD
 
 
@@ -246,7 +243,7 @@ def _key(transfer: TensorTransfer) -> tuple[int, str, int, int]:
     return (transfer.producer, transfer.tensor, transfer.microbatch, transfer.target)
 
 
-def _postings(lowered: Lowered, wanted: list[Delivery], routes: list[int]) -> list[Posting]:
+def _positions(lowered: Lowered, wanted: list[TransferNeed], senders: list[int]) -> list[Position]:
     """After how many actions of its rank each send and receive stands in the lists."""
     sends: dict[TensorTransfer, int] = {}
     receives: dict[TensorTransfer, int] = {}
@@ -259,8 +256,8 @@ def _postings(lowered: Lowered, wanted: list[Delivery], routes: list[int]) -> li
                 receives[operation.transfer] = done
             else:
                 done += 1
-    moves = [each.sent_by(source) for each, source in zip(wanted, routes, strict=True)]
-    return [Posting(sends[move], receives[move]) for move in moves]
+    moves = [each.sent_by(source) for each, source in zip(wanted, senders, strict=True)]
+    return [Position(sends[move], receives[move]) for move in moves]
 
 
 def _highest(changes: list[tuple[float, int]]) -> int:

@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,24 +17,22 @@ from torch.distributed import ProcessGroup
 
 from weft.comm.deadline import PIPELINE
 from weft.errors import WeftError
+from weft.layout import check_hosts
 from weft.layout.mesh import DeclaredCluster
 from weft.pipeline.predict.costs import Costs, Transfers
 from weft.pipeline.predict.lower import lower
-from weft.pipeline.predict.lowered import Lowered
-from weft.pipeline.run.microbatch import check_seed
-from weft.pipeline.run.runtime import Gone, Runner, RunningStep
-from weft.pipeline.run.setup import as_graph, as_member, give, in_order_of_ends, make_placing, make_stages
-from weft.pipeline.run.stage import LossFn
-from weft.pipeline.schedules.graph import Edge, StageGraph
+from weft.pipeline.run.microbatch import check_seed, stage_inputs
+from weft.pipeline.run.stage import LossFn, make_stages
+from weft.pipeline.run.step import Runner, RunningStep
+from weft.pipeline.schedules.graph import Edge, StageGraph, chain
 from weft.pipeline.schedules.schedule import Schedule
-from weft.pipeline.transport.connections import Connections
-from weft.pipeline.transport.exchange import Exchange
-from weft.pipeline.transport.failure import StageFailed, StepEnding
-from weft.pipeline.transport.links import LinkOptions, Links, Payload
-from weft.pipeline.transport.placing import StageLayouts
-from weft.pipeline.transport.routes import Routes, join
+from weft.pipeline.transport.channels import ChannelOptions, Channels, Payload
+from weft.pipeline.transport.connections import Connections, StageFailed
+from weft.pipeline.transport.routes import Placing, Routes, StageLayouts, as_mesh, join
 from weft.reshard.executor.staging import Stopped
 from weft.timeline import record
+
+E = TypeVar("E", bound=Enum)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Pipeline:
     transfers:  "overlapped", or "synchronous" to wait for each transfer as send and recv do
     strategy, cluster, chunk_bytes: how edges are resharded; see `weft.plan_reshard`
     payload:    "tensors"; or "signals": a few bytes in place of each tensor, to measure what a network that costs
-                nothing would give. The results are then of no use
+                nothing would give. The results are then unusable
 
     A step returns when all ranks are through with it; where one failed, all raise. One step at a time.
     """
@@ -103,18 +102,20 @@ class Pipeline:
         self._broken: str | None = None
         self._busy = threading.Lock()
         with torch.device("cpu"):  # whatever the caller's default is: messages are short, and go by way of the CPU
-            wires = Connections(dist.group.WORLD if group is None else group, timeout=timeout)  # type: ignore[arg-type]
-        rank = wires.world[wires.rank]
+            connections = Connections(dist.group.WORLD if group is None else group, timeout=timeout)  # type: ignore[arg-type]
+        rank, hosts = connections.world[connections.rank], dict(zip(connections.world, connections.hosts, strict=True))
         problem: Exception | None = None
         text = ""
         try:
             check_seed(seed)
-            self.transfers = as_member(Transfers, transfers, "transfers")
-            options = LinkOptions(strategy, cluster, chunk_bytes, as_member(Payload, payload, "payload"))
-            self.graph = as_graph(edges, schedule.stages)
-            self.placing = make_placing(self.graph, schedule, meshes, wires, input_layouts, output_layouts)
+            self.transfers = _member(Transfers, transfers, "transfers")
+            options = ChannelOptions(strategy, cluster, chunk_bytes, _member(Payload, payload, "payload"))
+            self.graph = _graph(edges, schedule.stages)
+            values = [as_mesh(mesh, hosts) for mesh in meshes]
+            self.placing = Placing.of(schedule, self.graph, values, input_layouts, output_layouts)
+            check_hosts(values, hosts)
             self.lowered = lower(schedule, self.graph, costs=costs, transfers=self.transfers)
-            self._forward = lower(schedule.forward_only(), self.graph, costs=costs, transfers=self.transfers)
+            forward = lower(schedule.forward_only(), self.graph, costs=costs, transfers=self.transfers)
             self.stages = make_stages(self.placing, rank, stages, loss_fn, checkpoint)
             text = f"{self.placing}\n{self.lowered}\n{self.transfers}, {options}, seed {seed}"
         except Exception as error:
@@ -122,19 +123,17 @@ class Pipeline:
         try:
             # A problem of one rank is told to all, so that nobody waits for a pipeline that will not be.
             with torch.device("cpu"):
-                wires.notes.agree("pipeline", text if problem is None else f"refused: {problem}")
+                connections.short.agree("pipeline", text if problem is None else f"refused: {problem}")
             if problem is not None:
                 raise problem
-            self._place = self.placing.schedule_rank(rank)
-            self._routes, self._forward_routes = join(self.lowered, self._forward)
+            self._routes, self._forward_routes = join(self.lowered, forward)
             devices = {index: stage.device for index, stage in self.stages.items()}
-            self._ending_order = in_order_of_ends(self.placing)
-            self._links = Links(wires, self.placing, self._routes, options, devices)
+            self._channels = Channels(connections, self.placing, self._routes, options, devices)
         except BaseException as error:
-            wires.close(together=False)
+            connections.close(together=False)
             raise (problem or error) from None
         # Threads that wait in gloo at the end of the interpreter would abort the process.
-        self._at_end = weakref.finalize(self, self._links.abandon)
+        self._at_end = weakref.finalize(self, self._channels.abandon)
 
     def step(self, batch: Any = None, targets: Any = None, *, loss_scale: float = 1.0, **keywords: Any) -> Tensor:
         """One training step without the optimiser's: gradients are added to the `grad` of this rank's parameters.
@@ -156,13 +155,13 @@ class Pipeline:
                 "or eval_step"
             )
         with self._turn():
-            step = self._run(self.lowered, self._routes, batch, targets, keywords, float(loss_scale), training=True)
+            step = self._run(self._routes, batch, targets, keywords, float(loss_scale), training=True)
         return step.stacked_losses
 
     def eval_step(self, batch: Any = None, targets: Any = None, **keywords: Any) -> Evaluation:
         """Forward passes only, in the same order and without gradients; modules are in `eval` mode meanwhile."""
         with self._turn(), _evaluating([stage.module for stage in self.stages.values()]):
-            step = self._run(self._forward, self._forward_routes, batch, targets, keywords, 1.0, training=False)
+            step = self._run(self._forward_routes, batch, targets, keywords, 1.0, training=False)
         return Evaluation(step.stacked_losses, [step.results[i] for i in sorted(step.results)])
 
     @property
@@ -173,7 +172,7 @@ class Pipeline:
     @property
     def buffer_bytes(self) -> int:
         """Memory for received tensors, used or free."""
-        return self._links.context.buffers.nbytes
+        return self._channels.buffers.nbytes
 
     @property
     def has_last_stage(self) -> bool:
@@ -196,7 +195,7 @@ class Pipeline:
         """Ends the threads and connections, when all ranks have come here. The pipeline is unusable then."""
         with self._turn():
             self._broken = self._broken or "it was closed"
-            self._links.close()
+            self._channels.close()
             self._at_end.detach()
 
     def __enter__(self) -> Pipeline:
@@ -206,14 +205,13 @@ class Pipeline:
         if error is not None and self._broken is None:
             # The others may be in a step that waits for this rank.
             self._broken = f"{type(error).__name__}: {error}"
-            self._links.fail(error, f"rank {self._links.rank} left the pipeline with {self._broken}")
+            self._channels.fail(error, f"rank {self._channels.rank} left the pipeline with {self._broken}")
         self.close()
 
     # -----------------------------------------------------------------------------------------------------------
 
     def _run(
         self,
-        lowered: Lowered,
         routes: Routes,
         batch: Any,
         targets: Any,
@@ -224,14 +222,13 @@ class Pipeline:
     ) -> RunningStep:
         if self._broken is not None:
             raise WeftError(f"the pipeline cannot be used any more: {self._broken}; make a new one")
-        number, recorder, links = self.steps, record.current(), self._links
-        if self._place is None:
+        if not self.stages:
             self._look_for_failure()
             self.steps += training
             return RunningStep({})
         torch.clear_autocast_cache()  # weights may have changed since autocast kept a copy of them
         step = RunningStep(
-            give(
+            stage_inputs(
                 self.placing,
                 list(self.stages),
                 batch,
@@ -239,42 +236,27 @@ class Pipeline:
                 keywords,
                 scale=loss_scale,
                 seed=self.seed,
-                step=number,
+                step=self.steps,
                 training=training,
             )
         )
         for stage in self.stages.values():
             stage.reset()
-        exchange = Exchange(
-            links.context,
-            routes,
-            step=number,
-            train=training,
-            recorder=recorder,
-            in_turn=self.transfers is Transfers.OVERLAPPED,
-        )
-        ending = StepEnding(
-            links.wires, self._ending_order, step=number, train=training, start=links.context.start, lost=links.lost
-        )
         runner = Runner(
-            lowered,
+            self._channels,
+            self.placing,
             routes,
-            self._place,
             self.stages,
-            exchange,
-            ending,
-            links.board,
-            lost=links.lost,
-            ranks_of={stage: self.placing.ranks_of(stage) for stage in range(self.schedule.stages)},
-            timeout=self.timeout,
-            transfers=self.transfers,
+            number=self.steps,
             training=training,
-            recorder=recorder,
+            transfers=self.transfers,
+            timeout=self.timeout,
+            recorder=record.current(),
         )
         try:
             runner.run(step)
         except BaseException as error:
-            raise self._end(error, step) from (None if isinstance(error, Gone | Stopped) else error.__cause__)
+            raise self._end(error, step) from (None if isinstance(error, Stopped) else error.__cause__)
         self.steps += training
         return step
 
@@ -293,22 +275,22 @@ class Pipeline:
 
     def _look_for_failure(self) -> None:
         """For a rank without a stage, which waits for nobody: what others have failed at."""
-        failed = self._links.board.read()
+        failed = self._channels.failures.read()
         if failed is not None:
             self._broken = f"StageFailed: {failed}"
-            raise self._links.fail(StageFailed(failed), failed)
+            raise self._channels.fail(StageFailed(failed), failed)
 
     def _end(self, error: BaseException, step: RunningStep) -> BaseException:
         """Ends the step on all ranks, and returns what to raise here."""
-        links = self._links
+        channels = self._channels
         where = "the end of the step" if step.at is None else step.at.in_words()
-        if isinstance(error, Gone | Stopped):
-            shown = links.fail(error, f"rank {links.rank} gave up at {where}")
+        if isinstance(error, Stopped):
+            shown = channels.fail(error, f"rank {channels.rank} gave up at {where}")
         else:
-            text = f"rank {links.rank} failed at {where}: {type(error).__name__}: {error}"
-            shown = links.fail(error, text)
+            text = f"rank {channels.rank} failed at {where}: {type(error).__name__}: {error}"
+            shown = channels.fail(error, text)
             if shown is error and hasattr(error, "add_note"):
-                error.add_note(f"weft: at {where} on rank {links.rank}")
+                error.add_note(f"weft: at {where} on rank {channels.rank}")
         self._broken = f"{type(shown).__name__}: {shown}"
         for stage in self.stages.values():
             stage.reset()
@@ -326,3 +308,20 @@ def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
+
+
+def _graph(edges: StageGraph | Sequence[Edge] | None, stages: int) -> StageGraph:
+    """The stage graph; a chain where nothing is said."""
+    if edges is None:
+        return chain(stages)
+    return edges if isinstance(edges, StageGraph) else StageGraph(stages, tuple(edges))
+
+
+def _member(kind: type[E], given: E | str, what: str) -> E:
+    """A member of an enum, from itself or its value."""
+    values = {member.value: member for member in kind}
+    if isinstance(given, kind):
+        return given
+    if given not in values:
+        raise ValueError(f"{what} is {given!r}, expected one of {', '.join(values)}")
+    return values[given]

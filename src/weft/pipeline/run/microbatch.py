@@ -1,6 +1,6 @@
-"""A batch as micro-batches: cut along dim 0, or given one by one.
+"""What each stage is given for each micro-batch: its part of the batch, and random numbers of its own.
 
-Random numbers that do not depend on the schedule.
+A batch is cut along dim 0, or given as a list of micro-batches. Random numbers do not depend on the schedule.
 """
 
 from __future__ import annotations
@@ -9,13 +9,68 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.errors import WeftError
+from weft.pipeline.transport.routes import Placing
+
+
+@dataclass(frozen=True)
+class StageInput:
+    """What the user gives a stage for one micro-batch.
+
+    args, kwargs: arguments of the module, apart from what comes over edges
+    target:       for the loss, on the last stage
+    scale:        what the loss is multiplied by before its gradient is taken
+    seed:         of the random numbers of this stage and micro-batch; None leaves the generators alone
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+    scale: float = 1.0
+    seed: int | None = None
+
+
+def stage_inputs(
+    placing: Placing,
+    stages: Sequence[int],
+    batch: Any,
+    targets: Any,
+    keywords: Mapping[str, Any],
+    *,
+    scale: float,
+    seed: int | None,
+    step: int,
+    training: bool,
+) -> dict[tuple[int, int], StageInput]:
+    """By stage of a rank and micro-batch; checked before anything starts."""
+    count, last = placing.schedule.microbatches, placing.schedule.stages - 1
+    heads = [stage for stage in stages if not placing.graph.into(stage)]
+    if heads and batch is None and not keywords:
+        raise ValueError(f"batch is None, expected one for stage {heads[0]}, which has no incoming edge")
+    if last in stages and training and targets is None:
+        raise ValueError("targets is None on a rank of the last stage, expected targets for loss_fn")
+    whole = {f"batch[{i}]": x for i, x in enumerate(batch)} if isinstance(batch, tuple) else {"batch": batch}
+    check_rows({**(whole if heads else {}), **({"targets": targets} if last in stages else {}), **keywords}, count)
+    parts = split_arguments(batch if heads else None, count)
+    goals = split_batch(targets if last in stages else None, count, "targets")
+    words = split_keywords(keywords, count)
+    return {
+        (stage, i): StageInput(
+            parts[i] if stage in heads and batch is not None else (),
+            words[i],
+            goals[i] if stage == last else None,
+            scale / count,
+            None if seed is None else seed_of(seed, step, stage, i),
+        )
+        for stage in stages
+        for i in range(count)
+    }
 
 
 def split_batch(value: Any, count: int, what: str) -> list[Any]:
@@ -66,9 +121,11 @@ def split_keywords(values: Mapping[str, Any], count: int) -> list[dict[str, Any]
     return [{name: part[i] for name, part in parts.items()} for i in range(count)]
 
 
-def as_arguments(microbatch: Any) -> tuple[Any, ...]:
-    """A micro-batch as positional arguments: a tuple is several, anything else one."""
-    return microbatch if isinstance(microbatch, tuple) else (microbatch,)
+def split_arguments(batch: Any, count: int) -> list[tuple[Any, ...]]:
+    """For each micro-batch the positional arguments: a tuple is several, each of them cut; anything else is one."""
+    if isinstance(batch, tuple):
+        return list(zip(*(split_batch(part, count, "batch") for part in batch), strict=True))
+    return [part if isinstance(part, tuple) else (part,) for part in split_batch(batch, count, "batch")]
 
 
 # torch has one generator for all threads; nobody else may draw from it while a forward pass has seeded it.

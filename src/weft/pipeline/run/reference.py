@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.pipeline.run.microbatch import as_arguments, seed_of, seeded, split_batch, split_keywords
+from weft.pipeline.run.microbatch import seed_of, seeded, split_arguments, split_batch, split_keywords
 from weft.pipeline.run.stage import LossFn
 from weft.pipeline.schedules.graph import StageGraph, chain
 
@@ -35,10 +35,7 @@ def step_reference(
     graph = chain(len(modules)) if graph is None else graph
     words = split_keywords(keywords, microbatches)
     goals = split_batch(targets, microbatches, "targets")
-    if isinstance(batch, tuple):
-        parts = [tuple(p) for p in zip(*(split_batch(x, microbatches, "batch") for x in batch), strict=True)]
-    else:
-        parts = [as_arguments(part) for part in split_batch(batch, microbatches, "batch")]
+    parts = split_arguments(batch, microbatches)
     losses = []
     for i in range(microbatches):
         seeds = [None if seed is None else seed_of(seed, step, stage, i) for stage in range(len(modules))]

@@ -8,9 +8,9 @@ W   gradients of weights, from what I kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -20,28 +20,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from weft._torch import version_of
-from weft.pipeline.run.microbatch import RandomState, replayed, seeded
+from weft.pipeline.run.microbatch import RandomState, StageInput, replayed, seeded
 from weft.pipeline.run.split import SplitBackward
 from weft.pipeline.schedules.graph import Edge, StageGraph
+from weft.pipeline.schedules.schedule import Schedule
+from weft.pipeline.transport.routes import Placing
 
 LossFn = Callable[[Any, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the user gives a stage for one micro-batch.
-
-    args, kwargs: arguments of the module, apart from what comes over edges
-    target:       for the loss, on the last stage
-    scale:        what the loss is multiplied by before its gradient is taken
-    seed:         of the random numbers of this stage and micro-batch; None leaves the generators alone
-    """
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    target: Any = None
-    scale: float = 1.0
-    seed: int | None = None
 
 
 @dataclass
@@ -49,7 +34,7 @@ class _Micro:
     """What is kept of a micro-batch between its passes."""
 
     inputs: dict[Edge, Tensor]
-    given: Given
+    given: StageInput
     roots: dict[str, GradientEdge]
     split: SplitBackward | None = None
     loss_seed: Tensor | None = None  # the gradient of the loss, on the last stage
@@ -100,7 +85,9 @@ class Stage:
         self._micros.clear()
         self.live = self.peak = 0
 
-    def forward(self, microbatch: int, inputs: Mapping[Edge, Tensor], given: Given, *, training: bool) -> ForwardResult:
+    def forward(
+        self, microbatch: int, inputs: Mapping[Edge, Tensor], given: StageInput, *, training: bool
+    ) -> ForwardResult:
         """F: the tensors that other stages need, detached."""
         self.live += 1
         self.peak = max(self.peak, self.live)
@@ -168,14 +155,14 @@ class Stage:
         micro.roots = {name: get_gradient_edge(y) for name, y in ends.items() if y.requires_grad}
         return outcome
 
-    def _run_plain(self, inputs: Mapping[Edge, Tensor], given: Given) -> ForwardResult:
+    def _run_plain(self, inputs: Mapping[Edge, Tensor], given: StageInput) -> ForwardResult:
         """Without a graph. What autocast keeps of the weights then has none either, and must not be found later."""
         with torch.no_grad():
             outcome = self._run(inputs, given)
         torch.clear_autocast_cache()
         return outcome
 
-    def _run_once_of_two(self, inputs: Mapping[Edge, Tensor], given: Given) -> ForwardResult:
+    def _run_once_of_two(self, inputs: Mapping[Edge, Tensor], given: StageInput) -> ForwardResult:
         """The first forward pass of a checkpointed stage; the second one must find the module as this one did."""
         before = {name: version_of(buffer) for name, buffer in self.module.named_buffers()}
         outcome = self._run_plain(inputs, given)
@@ -187,7 +174,7 @@ class Stage:
                 )
         return outcome
 
-    def _run(self, inputs: Mapping[Edge, Tensor], given: Given) -> ForwardResult:
+    def _run(self, inputs: Mapping[Edge, Tensor], given: StageInput) -> ForwardResult:
         values = list(inputs.values())
         with seeded(given.seed):
             if len(values) <= 1:
@@ -250,6 +237,49 @@ class Stage:
             if terms:
                 found.append((root, _sum(terms)))
         return [root for root, _ in found], [grad for _, grad in found]
+
+
+def make_stages(
+    placing: Placing,
+    rank: int,
+    given: Mapping[int, nn.Module] | Sequence[nn.Module | None],
+    loss_fn: LossFn | None,
+    checkpoint: bool | Sequence[int],
+) -> dict[int, Stage]:
+    """The stages of a rank, by their numbers."""
+    schedule, place = placing.schedule, placing.schedule_rank(rank)
+    modules = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+    kept = range(schedule.stages) if checkpoint is True else (checkpoint or ())
+    found = {}
+    for index in () if place is None else schedule.stages_of(place):
+        module = modules.get(index)
+        if not isinstance(module, nn.Module):
+            raise ValueError(
+                f"stage {index} is {module!r} on rank {rank}, expected an nn.Module, since the rank is in the mesh "
+                f"of that stage; give {{{index}: module}}"
+            )
+        _check_copies(index, module, schedule)
+        is_last = index == schedule.stages - 1
+        if is_last and loss_fn is None and schedule.has_backward:
+            raise ValueError(
+                f"rank {rank} has the last stage and no loss_fn; expected loss_fn=(output, targets) -> loss"
+            )
+        found[index] = Stage(
+            index, module, placing.graph, loss_fn=loss_fn if is_last else None, checkpoint=index in kept
+        )
+    return found
+
+
+def _check_copies(index: int, module: nn.Module, schedule: Schedule) -> None:
+    """FSDP frees and exchanges weights by the one backward pass that it knows of."""
+    from torch.distributed.fsdp import FSDPModule  # here, as it is slow to import
+
+    split = any(schedule.splits_backward(index, i) for i in range(schedule.microbatches))
+    if split and any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise ValueError(
+            f"stage {index} has modules of FSDP, and schedule {schedule.name} runs its backward pass in two parts, "
+            "which FSDP cannot follow; expected another schedule, such as eager-1f1b"
+        )
 
 
 def output_names(graph: StageGraph, stage: int) -> tuple[str, ...]:

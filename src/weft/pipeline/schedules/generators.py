@@ -1,16 +1,4 @@
-"""Interleaved 1F1B: several stages on a rank, so that a bubble is one stage long and not a whole rank.
-
-Stage s is on rank s mod R, so that a micro-batch passes all ranks, then all ranks again. Micro-batches go in
-rounds of at least R: a rank takes a round through its first stage, then through its second, and so on; backwards
-the same from the last stage down. With v stages on each rank and rounds of g micro-batches, rank r warms up with
-`(v-1)·g + 2(R-r)-1` forwards.
-
-That count is exact where rounds are full and ranks hold equally many stages. Elsewhere it may be too small, so that
-ranks would wait in a circle; then the rank that holds the next forward gets one more, until none does. It ends, as
-all forwards first never waits in a circle: forwards in the order (round, turn, micro-batch, rank) need only earlier
-ones.
-
-The generators: from a name and sizes to a schedule. None of them knows of transfers or of time.
+"""The generators: from a name and sizes to a schedule. None of them knows of transfers or of time.
 
 Stage i of n with m micro-batches; *warm-up* counts the forwards before the first backward.
 
@@ -29,12 +17,98 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from weft.pipeline.schedules.schedule import Action, Kind, Schedule
-from weft.pipeline.schedules.text import run_in_steps
+from weft.pipeline.schedules.graph import Action, Kind
+from weft.pipeline.schedules.schedule import Schedule
+
+Actions = tuple[Action, ...]
+
+
+def schedule(name: str, *, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
+    """The schedule of that name for any number of stages and micro-batches.
+
+    `ranks` may be fewer than `stages` for `interleaved-1f1b` only (where the default is half of them, rounded
+    up): stage s is then on rank s mod ranks. Every other schedule has a rank for each stage.
+
+    >>> schedule("eager-1f1b", stages=3, microbatches=5).ranks[1]
+    (1F0, 1F1, 1F2, 1B0, 1F3, 1B1, 1F4, 1B2, 1B3, 1B4)
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"got the schedule {name!r}; expected one of: {', '.join(SCHEDULES)}")
+    if stages < 1 or microbatches < 1:
+        raise ValueError(f"got {stages} stages and {microbatches} micro-batches; expected at least 1 of each")
+    one = _GENERATORS[name]
+    if one is None:
+        return interleaved_1f1b(stages, microbatches, ranks=(stages + 1) // 2 if ranks is None else ranks)
+    if ranks not in (None, stages):
+        raise ValueError(
+            f"got ranks={ranks} for {stages} stages of {name}; expected a rank for each stage; "
+            f"{INTERLEAVED} puts several stages on a rank"
+        )
+    return Schedule(name, stages, microbatches, tuple(one(stage, stages, microbatches) for stage in range(stages)))
+
+
+def _gpipe(stage: int, stages: int, microbatches: int) -> Actions:
+    return _in_turns(stage, microbatches, warm_up=microbatches)
+
+
+def _1f1b(stage: int, stages: int, microbatches: int) -> Actions:
+    return _in_turns(stage, microbatches, warm_up=stages - stage)
+
+
+def _eager_1f1b(stage: int, stages: int, microbatches: int) -> Actions:
+    return _in_turns(stage, microbatches, warm_up=2 * (stages - stage) - 1)
+
+
+def _eager_1f1b_delay(stage: int, stages: int, microbatches: int) -> Actions:
+    return _in_turns(stage, microbatches, warm_up=2 * (stages - stage) - 1, weight_delay=0)
+
+
+def _zero_bubble(stage: int, stages: int, microbatches: int) -> Actions:
+    # A stage further down may keep as many W back as it has fewer micro-batches in flight, so every stage holds
+    # at most n of them, as stage 0 of 1F1B does. What is kept back fills the bubble at the end.
+    return _in_turns(stage, microbatches, warm_up=stages - stage, weight_delay=stage)
+
+
+def _in_turns(stage: int, microbatches: int, *, warm_up: int, weight_delay: int | None = None) -> Actions:
+    """The stage's forwards and backwards in turns; W, where there is one, comes `weight_delay` backwards later."""
+
+    def act(kind: Kind, microbatch: int) -> Action:
+        return Action(stage, kind, microbatch)
+
+    every = range(microbatches)
+    forwards = [act(Kind.FORWARD, microbatch) for microbatch in every]
+    if weight_delay is None:
+        return _take_turns(forwards, [[act(Kind.BACKWARD, microbatch)] for microbatch in every], warm_up=warm_up)
+    backwards = [[act(Kind.INPUT_GRADIENT, microbatch)] for microbatch in every]
+    for microbatch in every:  # those that would come after the last I come right after it
+        backwards[min(microbatch + weight_delay, microbatches - 1)].append(act(Kind.WEIGHT_GRADIENT, microbatch))
+    return _take_turns(forwards, backwards, warm_up=warm_up)
+
+
+def _take_turns(
+    forwards: Sequence[Action], backwards: Sequence[Sequence[Action]], *, warm_up: int
+) -> tuple[Action, ...]:
+    """`warm_up` forwards, then a backward (of one or more actions) and a forward in turns, then what is left."""
+    merged = list(forwards[:warm_up])
+    for i, backward in enumerate(backwards):
+        merged += backward
+        merged += forwards[warm_up + i : warm_up + i + 1]
+    return tuple(merged)
 
 
 def interleaved_1f1b(stages: int, microbatches: int, *, ranks: int) -> Schedule:
-    """The schedule for any number of stages and micro-batches on `ranks` <= `stages` ranks."""
+    """Several stages on a rank, so that a bubble is one stage long and not a whole rank; `ranks` <= `stages`.
+
+    Stage s is on rank s mod R, so that a micro-batch passes all ranks, then all ranks again. Micro-batches go in
+    rounds of at least R: a rank takes a round through its first stage, then through its second, and so on; backwards
+    the same from the last stage down. With v stages on each rank and rounds of g micro-batches, rank r warms up with
+    `(v-1)·g + 2(R-r)-1` forwards.
+
+    That count is exact where rounds are full and ranks hold equally many stages. Elsewhere it may be too small, so
+    that ranks would wait in a circle; then the rank that holds the next forward gets one more, until none does. It
+    ends, as all forwards first never waits in a circle: forwards in the order (round, turn, micro-batch, rank) need
+    only earlier ones.
+    """
     if not 1 <= ranks <= stages:
         raise ValueError(f"got ranks={ranks} for {stages} stages; expected 1 to {stages}, as every rank holds a stage")
     rounds = _rounds(microbatches, ranks)
@@ -47,11 +121,11 @@ def interleaved_1f1b(stages: int, microbatches: int, *, ranks: int) -> Schedule:
     ]
     while True:
         lists = tuple(
-            take_turns(f, [[action] for action in b], warm_up=w)
+            _take_turns(f, [[action] for action in b], warm_up=w)
             for f, b, w in zip(forwards, backwards, warm_up, strict=True)
         )
         made = Schedule("interleaved-1f1b", stages, microbatches, lists)
-        steps = run_in_steps(made)
+        steps = made.steps()
         if not steps.stuck:
             return made
         # All that this forward needs has been done, so its rank is stuck at a backward before it.
@@ -87,85 +161,9 @@ def _global_order(forwards: Sequence[Sequence[Action]], rounds: Sequence[range],
     return sorted(every, key=lambda a: (round_of[a.microbatch], a.stage // ranks, a.microbatch, a.stage % ranks))
 
 
-def take_turns(
-    forwards: Sequence[Action], backwards: Sequence[Sequence[Action]], *, warm_up: int
-) -> tuple[Action, ...]:
-    """`warm_up` forwards, then a backward (of one or more actions) and a forward in turns, then what is left."""
-    merged = list(forwards[:warm_up])
-    for i, backward in enumerate(backwards):
-        merged += backward
-        merged += forwards[warm_up + i : warm_up + i + 1]
-    return tuple(merged)
-
-
-Rank = tuple[Action, ...]
-
-
-def schedule(name: str, *, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
-    """The schedule of that name for any number of stages and micro-batches.
-
-    `ranks` may be fewer than `stages` for `interleaved-1f1b` only (where the default is half of them, rounded
-    up): stage s is then on rank s mod ranks. Every other schedule has a rank for each stage.
-
-    >>> schedule("eager-1f1b", stages=3, microbatches=5).ranks[1]
-    (1F0, 1F1, 1F2, 1B0, 1F3, 1B1, 1F4, 1B2, 1B3, 1B4)
-    """
-    if name not in SCHEDULES:
-        raise ValueError(f"got the schedule {name!r}; expected one of: {', '.join(SCHEDULES)}")
-    if stages < 1 or microbatches < 1:
-        raise ValueError(f"got {stages} stages and {microbatches} micro-batches; expected at least 1 of each")
-    one = _GENERATORS[name]
-    if one is None:
-        return interleaved_1f1b(stages, microbatches, ranks=(stages + 1) // 2 if ranks is None else ranks)
-    if ranks not in (None, stages):
-        raise ValueError(
-            f"got ranks={ranks} for {stages} stages of {name}; expected a rank for each stage; "
-            f"{INTERLEAVED} puts several stages on a rank"
-        )
-    return Schedule(name, stages, microbatches, tuple(one(stage, stages, microbatches) for stage in range(stages)))
-
-
-def _gpipe(stage: int, stages: int, microbatches: int) -> Rank:
-    return _in_turns(stage, microbatches, warm_up=microbatches)
-
-
-def _1f1b(stage: int, stages: int, microbatches: int) -> Rank:
-    return _in_turns(stage, microbatches, warm_up=stages - stage)
-
-
-def _eager_1f1b(stage: int, stages: int, microbatches: int) -> Rank:
-    return _in_turns(stage, microbatches, warm_up=2 * (stages - stage) - 1)
-
-
-def _eager_1f1b_delay(stage: int, stages: int, microbatches: int) -> Rank:
-    return _in_turns(stage, microbatches, warm_up=2 * (stages - stage) - 1, weight_delay=0)
-
-
-def _zero_bubble(stage: int, stages: int, microbatches: int) -> Rank:
-    # A stage further down may keep as many W back as it has fewer micro-batches in flight, so every stage holds
-    # at most n of them, as stage 0 of 1F1B does. What is kept back fills the bubble at the end.
-    return _in_turns(stage, microbatches, warm_up=stages - stage, weight_delay=stage)
-
-
-def _in_turns(stage: int, microbatches: int, *, warm_up: int, weight_delay: int | None = None) -> Rank:
-    """The stage's forwards and backwards in turns; W, where there is one, comes `weight_delay` backwards later."""
-
-    def act(kind: Kind, microbatch: int) -> Action:
-        return Action(stage, kind, microbatch)
-
-    every = range(microbatches)
-    forwards = [act(Kind.FORWARD, microbatch) for microbatch in every]
-    if weight_delay is None:
-        return take_turns(forwards, [[act(Kind.BACKWARD, microbatch)] for microbatch in every], warm_up=warm_up)
-    backwards = [[act(Kind.INPUT_GRADIENT, microbatch)] for microbatch in every]
-    for microbatch in every:  # those that would come after the last I come right after it
-        backwards[min(microbatch + weight_delay, microbatches - 1)].append(act(Kind.WEIGHT_GRADIENT, microbatch))
-    return take_turns(forwards, backwards, warm_up=warm_up)
-
-
 INTERLEAVED = "interleaved-1f1b"
 # What makes the list of one stage on a rank of its own; None for the one that puts several on a rank.
-_GENERATORS: dict[str, Callable[[int, int, int], Rank] | None] = {
+_GENERATORS: dict[str, Callable[[int, int, int], Actions] | None] = {
     "gpipe": _gpipe,
     "1f1b": _1f1b,
     "eager-1f1b": _eager_1f1b,

@@ -1,8 +1,6 @@
-"""How the threads of a rank wait for each other, and stop when anything has failed.
+"""What the threads of a rank share: who runs a job, how they wait for each other, and memory for what arrives.
 
-Threads that are there when needed: each job begins at once, on an idle thread or a new one.
-
-Memory for what arrives, used again as soon as nothing can reach it.
+Waits end when anything has failed.
 """
 
 from __future__ import annotations
@@ -14,73 +12,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.reshard.executor.staging import Stopped
 
+T = TypeVar("T")
+
 _SLICE_SECONDS = 0.1
 
 
-class Cell:
-    """A value that one thread sets and others wait for."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._value: object = None
-
-    def set(self, value: object = None) -> None:
-        """Hands the value over."""
-        self._value = value
-        self._event.set()
-
-    @property
-    def is_set(self) -> bool:
-        return self._event.is_set()
-
-    def wait(self, stop: threading.Event) -> object:
-        """The value, once it is there."""
-        while not self._event.wait(_SLICE_SECONDS):
-            if stop.is_set():
-                raise Stopped
-        return self._value
-
-    def poll(self, seconds: float) -> bool:
-        """Whether it is there, after waiting for so long at most."""
-        return self._event.wait(seconds)
-
-    def get(self) -> object:
-        """The value, which is there."""
-        return self._value
-
-
-class Gate:
-    """Lets the most urgent of those that are ready pass first; the others follow when it is done."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._condition, self._stop = threading.Condition(), stop
-        self._ready: set[int] = set()
-
-    @contextmanager
-    def passing(self, urgency: int) -> Iterator[None]:
-        """The block runs when nothing more urgent is ready or passing."""
-        with self._condition:
-            self._ready.add(urgency)
-            while min(self._ready) < urgency:
-                self._condition.wait(_SLICE_SECONDS)
-                if self._stop.is_set():
-                    raise Stopped
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._ready.discard(urgency)
-                self._condition.notify_all()
-
-
-class Crew:
-    """Runs jobs beside the caller; a job never waits for another to end, since jobs wait for each other."""
+class ThreadPool:
+    """Runs jobs beside the caller, each at once: on an idle thread or a new one, since jobs wait for each other."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -115,6 +60,62 @@ class Crew:
                 if self._closed:
                     return
                 self._idle.append(inbox)
+
+
+class Future(Generic[T]):
+    """A value that one thread sets and others wait for."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._value: list[T] = []
+
+    def set(self, value: T) -> None:
+        """Hands the value over."""
+        self._value = [value]
+        self._event.set()
+
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, stop: threading.Event) -> T:
+        """The value, once it is there."""
+        while not self._event.wait(_SLICE_SECONDS):
+            if stop.is_set():
+                raise Stopped
+        return self.get()
+
+    def poll(self, seconds: float) -> bool:
+        """Whether it is there, after waiting for so long at most."""
+        return self._event.wait(seconds)
+
+    def get(self) -> T:
+        """The value, which is there."""
+        return self._value[0]
+
+
+class PriorityLock:
+    """Held by one at a time, the most urgent of those that want it first."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._condition, self._stop = threading.Condition(), stop
+        self._ready: set[int] = set()
+
+    @contextmanager
+    def held(self, urgency: int) -> Iterator[None]:
+        """The block runs when nothing more urgent is ready or running."""
+        with self._condition:
+            self._ready.add(urgency)
+            while min(self._ready) < urgency:
+                self._condition.wait(_SLICE_SECONDS)
+                if self._stop.is_set():
+                    raise Stopped
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._ready.discard(urgency)
+                self._condition.notify_all()
 
 
 class ArrivalBuffers:

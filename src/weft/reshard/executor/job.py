@@ -1,7 +1,4 @@
-"""A progress bar for long transfers.
-
-One move of some tensors on one rank: planned, checked, carried out.
-"""
+"""One move of some tensors on one rank, as the user asks for it: planned, checked, carried out."""
 
 from __future__ import annotations
 
@@ -18,29 +15,12 @@ from torch import Tensor
 from weft.comm import Group
 from weft.errors import PeerMismatch
 from weft.layout.mesh import DeclaredCluster
-from weft.reshard.executor.executor import Executor, Pending, check_locals, tensors_read
+from weft.reshard.executor.executor import Executor
+from weft.reshard.executor.parts import check_locals
+from weft.reshard.executor.workers import Pending
 from weft.reshard.plan import Plan
 from weft.reshard.planner import plan_tensors
 from weft.reshard.units import TensorSpec
-
-
-@contextmanager
-def progress_bar(total: int, *, show: bool) -> Iterator[Callable[[int], None]]:
-    """A function that is told of bytes, from any thread; it draws a bar on a terminal's stderr if `show`."""
-    from rich import progress
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    columns = (
-        progress.TextColumn("reshard"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar:
-        task = bar.add_task("reshard", total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 @dataclass(frozen=True)
@@ -51,41 +31,6 @@ class TransferOptions:
     strategy: str
     chunk_bytes: int | None
     max_staging_bytes: int
-
-
-class Handle:
-    """A reshard under way. `wait` returns what the function would have returned.
-
-    The source was copied: it may be changed or freed at once. What is written into (`out=`, DTensors of a state dict)
-    holds anything until `wait` has returned. A handle may be dropped: the transfer goes on without it, as the other
-    ranks need it.
-    """
-
-    def __init__(self, pending: Pending, finish: Callable[[], Any]) -> None:
-        self._pending, self._finish = pending, finish
-        self._lock = threading.Lock()
-        self._is_finished = False
-        self._result: Any = None
-        self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-
-    def wait(self) -> Any:
-        """The result; raises what went wrong. Waiting again gives the same."""
-        with self._lock:
-            if not self._is_finished:
-                self._pending.wait()
-                # The result is of the mode in which it was asked for, wherever it is waited for.
-                with torch.inference_mode(self._modes[0]), torch.set_grad_enabled(self._modes[1]):
-                    self._result = self._finish()
-                self._is_finished = True
-                self._finish = _nothing  # it holds the tensors
-            return self._result
-
-    def __repr__(self) -> str:
-        return f"<Handle of a reshard, {'finished' if self._is_finished else 'not waited for yet'}>"
-
-
-def _nothing() -> None:
-    pass
 
 
 class TransferJob:
@@ -146,7 +91,7 @@ class TransferJob:
 
     def start(self) -> Pending:
         """Starts to move copies of the sources, which may change then; the executor is closed when all is done."""
-        read = tensors_read(self.executor.plan, self.executor.script)
+        read = self.executor.script.tensors_read(self.executor.plan)
         self.src = {i: tensor.clone() if i in read else tensor for i, tensor in self.src.items()}
         return self.executor.start(self.src, self.out, also_written=self._written, then=self.executor.close)
 
@@ -154,3 +99,57 @@ class TransferJob:
         """This rank's shards by name; an empty tensor where it is outside of the destination."""
         empty = {spec.name: torch.empty(0, dtype=spec.dst_dtype, device=self.device) for spec in self.specs}
         return {**empty, **{self.specs[i].name: tensor for i, tensor in self.out.items()}}
+
+
+class Handle:
+    """A reshard under way. `wait` returns what the function would have returned.
+
+    The source was copied: it may be changed or freed at once. What is written into (`out=`, DTensors of a state dict)
+    holds anything until `wait` has returned. A handle may be dropped: the transfer goes on without it, as the other
+    ranks need it.
+    """
+
+    def __init__(self, pending: Pending, finish: Callable[[], Any]) -> None:
+        self._pending, self._finish = pending, finish
+        self._lock = threading.Lock()
+        self._is_finished = False
+        self._result: Any = None
+        self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def wait(self) -> Any:
+        """The result; raises what went wrong. Waiting again gives the same."""
+        with self._lock:
+            if not self._is_finished:
+                self._pending.wait()
+                # The result is of the mode in which it was asked for, wherever it is waited for.
+                with torch.inference_mode(self._modes[0]), torch.set_grad_enabled(self._modes[1]):
+                    self._result = self._finish()
+                self._is_finished = True
+                self._finish = _nothing  # it holds the tensors
+            return self._result
+
+    def __repr__(self) -> str:
+        return f"<Handle of a reshard, {'finished' if self._is_finished else 'not waited for yet'}>"
+
+
+def _nothing() -> None:
+    pass
+
+
+@contextmanager
+def progress_bar(total: int, *, show: bool) -> Iterator[Callable[[int], None]]:
+    """A function that is told of bytes, from any thread; it draws a bar on a terminal's stderr if `show`."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    columns = (
+        progress.TextColumn("reshard"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar:
+        task = bar.add_task("reshard", total=total)
+        yield lambda count: bar.advance(task, count)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.layout import Box
+from weft.layout import Box, Layout
 from weft.reshard.plan import Plan
 from weft.reshard.terms import REDUCE
 
@@ -144,6 +144,23 @@ class Parts:
         """How many terms are reduced to a chunk."""
         streams = self.plan.streams
         return len(streams.holder_sets[streams.holders[self.plan.chunks.stream[chunk]]])
+
+
+def check_locals(plan: Plan, rank: int, tensors: Mapping[int, Tensor], side: str) -> dict[int, Box]:
+    """The boxes of this rank's tensors, by index, once they are what the plan says; `side` is "src" or "dst"."""
+    boxes = plan.boxes_of(rank, side)
+    for index, box in boxes.items():
+        spec = plan.tensors[index]
+        expected = tuple(b - a for a, b in box), spec.dtype if side == "src" else spec.dst_dtype
+        given = tensors.get(index)
+        got = None if given is None else (tuple(given.shape), given.dtype)
+        if got != expected:
+            layout: Layout = getattr(spec, side)
+            raise ValueError(
+                f"local {side} tensor of {spec.name!r} on rank {rank} is {got}, expected {expected} (shape, dtype) for "
+                f"{layout.notation(len(spec.shape))} of {spec.shape}; give the shard that the layout says"
+            )
+    return boxes
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

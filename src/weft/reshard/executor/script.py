@@ -1,4 +1,4 @@
-"""What one rank has to do in a plan, in order: its lines of the play. Pure.
+"""What one rank has to do in a plan, in order. Pure.
 
 A *head* is the rank of a host that receives a chunk for all ranks there; the others copy it out of the head's
 memory, which they share. The chunks that a head publishes so are numbered from 0 in its *ring*: one ring for
@@ -11,12 +11,15 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weft.layout import Ints
-from weft.reshard.plan import Plan
 from weft.reshard.units import Ranks
+
+if TYPE_CHECKING:
+    from weft.reshard.plan import Plan
 
 # How many messages a rank has under way, at most: the executor posts so many ahead, and the simulator counts on it.
 SENDS_AHEAD = 8
@@ -34,7 +37,7 @@ class Ring(Enum):
 class ReceiveChunk:
     """A chunk that arrives from `sender`.
 
-    adds:    this rank reduces its own term with it; `averages`: and divides by the number of terms
+    adds:    this rank reduces its own term with it; `last_term`: no rank after it does
     takers:  the ranks of this host that need it from here, this one included
     forward: the ranks that it is passed on to
     depth:   how many hops it has gone when it is here
@@ -88,6 +91,14 @@ class Script:
     keeps: Ints
     totals: dict[tuple[int, Ring], int]
     deepest: int
+
+    def tensors_read(self, plan: Plan) -> set[int]:
+        """The tensors, by index, of which the rank reads its source shard: to send it, to keep it, or to add it."""
+        chunks = [each.chunk for each in self.sends] + [each.chunk for each in self.receives if each.adds]
+        streams = np.unique(plan.chunks.stream[chunks]) if chunks else np.zeros(0, np.int64)
+        units = plan.units
+        sent = units.tensor[np.isin(units.stream, streams)]
+        return {int(index) for index in np.unique(np.concatenate([sent, units.tensor[self.keeps]]))}
 
 
 class ScriptWriter:

@@ -25,9 +25,9 @@ from weft.layout import Layout, Mesh, ShardSizes
 from weft.pipeline import SCHEDULES, Direction, Edge, StageGraph, chain, lower, schedule
 from weft.pipeline.models import GPTConfig, cut, gpt_stage
 from weft.pipeline.run.microbatch import split_batch, split_keywords
-from weft.pipeline.transport.failure import Board
-from weft.pipeline.transport.placing import Placing
-from weft.pipeline.transport.routes import LENGTH, Header, Route, Routes, is_cut, join, whole_shape
+from weft.pipeline.transport.connections import FailureStore
+from weft.pipeline.transport.exchange import HEADER_LENGTH, Header, is_cut, whole_shape
+from weft.pipeline.transport.routes import Placing, Route, Routes, join
 from weft.pipeline.transport.threads import ArrivalBuffers
 
 GRAPH = StageGraph(4, (*chain(4).edges, Edge(0, 2, "skip"), Edge(0, 3, "skip")))
@@ -41,10 +41,12 @@ def test_channels_are_numbered_alike_for_training_and_evaluation(name: str) -> N
     numbers = [train.first_channel[route] + i for route, count in train.channels.items() for i in range(count)]
     assert numbers == list(range(train.total))
     for routes in (train, evaluate):
-        for route, legs in routes.of.items():
-            assert [leg.number for leg in legs] == list(range(len(legs)))
-            assert all(leg.channel == leg.number % routes.channels[route] for leg in legs)
-        assert {leg.transfer for legs in routes.of.values() for leg in legs} == set(routes.lowered.transfers)
+        for route, messages in routes.of.items():
+            assert [message.number for message in messages] == list(range(len(messages)))
+            assert all(message.channel == message.number % routes.channels[route] for message in messages)
+        assert {message.transfer for messages in routes.of.values() for message in messages} == set(
+            routes.lowered.transfers
+        )
 
 
 @pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", "eager-1f1b+delay", "zero-bubble"])
@@ -52,11 +54,11 @@ def test_a_channel_is_free_whenever_the_schedule_sends(name: str) -> None:
     """By the orders of both sides: transfer n+k exists only after transfer n is used."""
     made = schedule(name, stages=4, microbatches=9)
     routes = Routes(lower(made, GRAPH))
-    for route, legs in routes.of.items():
+    for route, messages in routes.of.items():
         count = routes.channels[route]
         producer = made.ranks[made.rank_of(route.producer)]
-        for n, leg in enumerate(legs[count:]):
-            old, new = legs[n].transfer.microbatch, leg.transfer.microbatch
+        for n, message in enumerate(messages[count:]):
+            old, new = messages[n].transfer.microbatch, message.transfer.microbatch
             gradient = [
                 a for a in producer if a.stage == route.producer and a.microbatch == old and a.kind.value in "BI"
             ]
@@ -67,11 +69,11 @@ def test_a_channel_is_free_whenever_the_schedule_sends(name: str) -> None:
 def test_a_route_whose_tensors_are_passed_on() -> None:
     routes = Routes(lower(schedule("1f1b", stages=4, microbatches=2), GRAPH))
     assert routes.passed_on
-    for transfer, legs in routes.passed_on.items():
-        for leg in legs:
-            assert leg.transfer.source == transfer.target
-            assert leg.route.direction is Direction.FORWARD
-            assert leg.transfer.source != leg.transfer.producer
+    for transfer, messages in routes.passed_on.items():
+        for message in messages:
+            assert message.transfer.source == transfer.target
+            assert message.route.direction is Direction.FORWARD
+            assert message.transfer.source != message.transfer.producer
 
 
 # Placing ------------------------------------------------------------------------------------------------------
@@ -81,7 +83,7 @@ def meshes(*ranks: list[int]) -> list[Mesh]:
     return [Mesh.of(each, hosts=each) for each in ranks]
 
 
-def test_ways_of_a_route() -> None:
+def test_layouts_of_a_route() -> None:
     made = schedule("1f1b", stages=3, microbatches=2)
     graph = StageGraph(3, (Edge(0, 1), Edge(1, 2), Edge(0, 1, "skip"), Edge(0, 2, "skip")))
     placing = Placing.of(
@@ -91,9 +93,9 @@ def test_ways_of_a_route() -> None:
         {2: {"skip": [Shard(0)]}},
         {0: {"skip": [Partial()], "x": [Shard(1)]}},
     )
-    assert placing.way(Route(0, "x", 0, 1)).src.placements == (Shard(1),)
-    assert placing.way(Route(0, "skip", 1, 2)).src.mesh.ranks == (2,)
-    back = placing.way(Route(0, "skip", 2, 0))
+    assert placing.layouts(Route(0, "x", 0, 1)).src.placements == (Shard(1),)
+    assert placing.layouts(Route(0, "skip", 1, 2)).src.mesh.ranks == (2,)
+    back = placing.layouts(Route(0, "skip", 2, 0))
     assert (back.src.placements, back.dst.placements) == ((Shard(0),), (Replicate(),))
     assert placing.schedule_rank(4) == 2
     assert placing.schedule_rank(9) is None
@@ -129,7 +131,11 @@ def test_whole_shapes() -> None:
         Header(0, True, torch.float32, (1,) * 9).to_tensor()
 
 
-@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 20), min_size=LENGTH, max_size=LENGTH))
+@given(
+    st.lists(
+        st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 20), min_size=HEADER_LENGTH, max_size=HEADER_LENGTH
+    )
+)
 @settings(max_examples=500, deadline=None)
 def test_headers_from_peers_are_checked(numbers: list[int]) -> None:
     """Whatever comes is refused by name, or is a tensor that there could be and that says the same again."""
@@ -162,24 +168,24 @@ def test_shards_of_different_dims_are_refused() -> None:
 
 
 def test_a_store_that_hangs_costs_one_thread() -> None:
-    """The server of a store is stopped; a board that asks it says that it does not know, and goes on."""
+    """The server of a store is stopped; a rank that asks it says that it does not know, and goes on."""
     ours, theirs = mp.get_context("spawn").Pipe()
     server = mp.get_context("spawn").Process(target=serve_store, args=(theirs,), daemon=True)
     server.start()
     try:
-        board = Board(dist.TCPStore("127.0.0.1", ours.recv(), is_master=False), rank=0)
-        assert board.read() is None
-        assert board.post("stage 3 fell over") == "stage 3 fell over"
-        assert board.read() == "stage 3 fell over"
+        failures = FailureStore(dist.TCPStore("127.0.0.1", ours.recv(), is_master=False), rank=0)
+        assert failures.read() is None
+        assert failures.post("stage 3 fell over") == "stage 3 fell over"
+        assert failures.read() == "stage 3 fell over"
         assert server.pid is not None
         os.kill(server.pid, signal.SIGSTOP)
         for _ in range(4):
-            assert board.read() is None
-        asking = [thread for thread in threading.enumerate() if thread.name == "weft-pipeline-board"]
+            assert failures.read() is None
+        asking = [thread for thread in threading.enumerate() if thread.name == "weft-pipeline-failures"]
         assert len(asking) == 1
         os.kill(server.pid, signal.SIGCONT)
         asking[0].join(10.0)
-        assert board.read() == "stage 3 fell over"
+        assert failures.read() == "stage 3 fell over"
     finally:
         server.kill()
         server.join()

@@ -1,4 +1,4 @@
-"""Runs one step of a schedule on one rank: one loop for all schedules.
+"""One step of a schedule on one rank: one loop for all schedules, and an end that all ranks reach together.
 
 Actions run in the order of the schedule on the caller's thread. A tensor that an action needs is waited for right
 before it, and no longer than `timeout`; everything else that has to do with other ranks happens beside.
@@ -6,7 +6,7 @@ before it, and no longer than `timeout`; everything else that has to do with oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,37 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import PeerLost, PeerMismatch, PeerTimeout
+from weft.comm import Transfer
+from weft.errors import LONGEST_SECONDS, PeerLost, PeerMismatch, PeerTimeout, WeftError
 from weft.pipeline.predict.costs import Transfers
-from weft.pipeline.predict.lowered import Lowered, Receive, TensorTransfer
-from weft.pipeline.run.stage import Given, Stage
-from weft.pipeline.schedules.graph import Edge
-from weft.pipeline.schedules.schedule import Action, Kind
-from weft.pipeline.transport.exchange import Exchange, KeptTensor
-from weft.pipeline.transport.failure import Board, StepEnding
-from weft.pipeline.transport.routes import Routes
-from weft.pipeline.transport.threads import Cell
+from weft.pipeline.predict.lowered import Receive, TensorTransfer
+from weft.pipeline.run.microbatch import StageInput
+from weft.pipeline.run.stage import Stage
+from weft.pipeline.schedules.graph import Action, Edge, Kind
+from weft.pipeline.transport.channels import Channels
+from weft.pipeline.transport.exchange import Exchange, KeptTensor, call_name
+from weft.pipeline.transport.routes import Placing, Routes
+from weft.pipeline.transport.threads import Future
+from weft.reshard.executor.staging import Stopped
 from weft.timeline import record
 
-# How often a wait looks at the board, and after which part of its time it says that it waits.
+# How often a wait looks for failures of others, and after which part of its time it says that it waits.
 _LOOK_SECONDS = 0.25
 _SAY_PART = 0.5
-
-
-class Gone(Exception):
-    """Something failed, here or elsewhere; what, is known to whoever set the stop."""
 
 
 @dataclass
 class RunningStep:
     """What one step is given and makes on this rank.
 
-    given:   what the user gave, by stage and micro-batch
+    inputs:  what the user gave, by stage and micro-batch
     losses:  of the last stage, by micro-batch; results likewise
     at:      the action at hand, for errors
     """
 
-    given: Mapping[tuple[int, int], Given]
+    inputs: Mapping[tuple[int, int], StageInput]
     losses: dict[int, Tensor] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     at: Action | None = None
@@ -61,27 +59,27 @@ class Runner:
 
     def __init__(
         self,
-        lowered: Lowered,
+        channels: Channels,
+        placing: Placing,
         routes: Routes,
-        rank: int,
         stages: Mapping[int, Stage],
-        exchange: Exchange,
-        ending: StepEnding,
-        board: Board,
         *,
-        lost: Set[int],
-        ranks_of: Mapping[int, tuple[int, ...]],
-        timeout: float,
-        transfers: Transfers,
+        number: int,
         training: bool,
+        transfers: Transfers,
+        timeout: float,
         recorder: record.Trace | None,
     ) -> None:
-        """`rank` is the schedule's, `ranks_of` the ranks of each stage's mesh, `lost` those that are gone."""
-        self._lowered, self._routes, self._rank = lowered, routes, rank
-        self._stages, self._exchange, self._ending, self._board = stages, exchange, ending, board
-        self._lost, self._ranks_of, self._timeout = lost, ranks_of, timeout
-        self._transfers, self._training, self._recorder = transfers, training, recorder
-        self._graph, self._schedule = lowered.graph, lowered.schedule
+        """`stages` are this rank's; `number` counts the steps of the pipeline."""
+        rank = placing.schedule_rank(channels.rank)
+        assert rank is not None, "a rank without a stage has nothing to run"
+        self._rank, self._placing, self._routes, self._stages = rank, placing, routes, stages
+        self._lowered, self._graph, self._schedule = routes.lowered, routes.lowered.graph, routes.lowered.schedule
+        self._training, self._transfers, self._timeout, self._recorder = training, transfers, timeout, recorder
+        self._lost, self._failures = channels.lost, channels.failures
+        in_turn = transfers is Transfers.OVERLAPPED
+        self._exchange = Exchange(channels, routes, step=number, train=training, recorder=recorder, in_turn=in_turn)
+        self._ending = StepEnding(channels, placing.ranks_by_end, step=number, train=training)
         self._tensors: dict[tuple[int, str, int], KeptTensor] = {}  # made or received here, until the last use here
         self._grads: dict[tuple[Edge, int], KeptTensor] = {}
         self._keys = {key: i for i, key in enumerate(sorted({(e.source, e.tensor) for e in self._graph.edges}))}
@@ -105,7 +103,7 @@ class Runner:
         self._ending.say()
         self._until(self._ending.done, self._what_ends, lambda: self._ending.waiting_for)
         error = self._ending.done.get()
-        if isinstance(error, PeerMismatch):
+        if error is not None:
             raise error
 
     def _what_ends(self) -> str:
@@ -113,7 +111,7 @@ class Runner:
         return f"rank {ranks} to be through with the step"
 
     def _stages_of(self, rank: int) -> str:
-        return _list([stage for stage, ranks in self._ranks_of.items() if rank in ranks])
+        return _list([stage for stage, mesh in enumerate(self._placing.meshes) if rank in mesh.ranks])
 
     def _run_in_line(self, step: RunningStep) -> None:
         """Every transfer is waited for before the next action, as with send and recv in a training loop."""
@@ -123,7 +121,7 @@ class Runner:
                 self._wait_all(pending)
                 self._do(operation, step)
             elif isinstance(operation, Receive):
-                self._exchange.open(self._routes.legs[operation.transfer])
+                self._exchange.open(self._routes.messages[operation.transfer])
                 pending.append((operation.transfer, False))
             else:
                 pending.append((operation.transfer, True))
@@ -132,8 +130,8 @@ class Runner:
     def _wait_all(self, pending: list[tuple[TensorTransfer, bool]]) -> None:
         start = record.now()
         for transfer, outgoing in pending:
-            cell = self._exchange.departure(transfer) if outgoing else self._exchange.arrival(transfer)
-            self._wait(cell, transfer, outgoing=outgoing)
+            done = self._exchange.departure(transfer) if outgoing else self._exchange.arrival(transfer)
+            self._wait(done, transfer, outgoing=outgoing)
         if pending and self._recorder is not None:
             name = " ".join(str(transfer) for transfer, _ in pending)
             self._recorder.add("wait", name, lane="compute", start=start, end=record.now())
@@ -158,7 +156,7 @@ class Runner:
             self._send_back(edge, action, grad)
 
     def _forward(self, action: Action, stage: Stage, inputs: dict[Edge, Tensor], step: RunningStep) -> None:
-        given = step.given[action.stage, action.microbatch]
+        given = step.inputs[action.stage, action.microbatch]
         with self._computing(action):
             outcome = stage.forward(action.microbatch, inputs, given, training=self._training)
         if outcome.loss is not None:
@@ -180,8 +178,8 @@ class Runner:
         self._exchange.announce(action.stage, name, action.microbatch, tensor, index)
         for user in users:
             transfer = TensorTransfer(action.stage, name, action.microbatch, action.stage, user)
-            if transfer in self._routes.legs:
-                self._exchange.send(self._routes.legs[transfer], tensor)
+            if transfer in self._routes.messages:
+                self._exchange.send(self._routes.messages[transfer], tensor)
 
     def _input(self, edge: Edge, action: Action) -> Tensor:
         key = (edge.source, edge.tensor, action.microbatch)
@@ -214,55 +212,125 @@ class Runner:
             self._grads[edge, action.microbatch] = KeptTensor.of(grad, f"the gradient of {edge}")
             return
         transfer = TensorTransfer(edge.source, edge.tensor, action.microbatch, edge.target, edge.source)
-        self._exchange.send(self._routes.legs[transfer], grad)
+        self._exchange.send(self._routes.messages[transfer], grad)
 
     def _take(self, transfer: TensorTransfer) -> Tensor:
-        cell = self._exchange.arrival(transfer)
-        if not cell.is_set:
+        arrival = self._exchange.arrival(transfer)
+        if not arrival.is_set:
             start = record.now()
-            self._wait(cell, transfer, outgoing=False)
+            self._wait(arrival, transfer, outgoing=False)
             if self._recorder is not None:
                 self._recorder.add("wait", str(transfer), lane="compute", start=start, end=record.now())
-        tensor = cell.get()
-        assert isinstance(tensor, Tensor)
+        tensor = arrival.get()
         if self._transfers is Transfers.OVERLAPPED:
-            self._exchange.release(self._routes.legs[transfer])
+            self._exchange.release(self._routes.messages[transfer])
         return tensor
 
-    def _wait(self, cell: Cell, transfer: TensorTransfer, *, outgoing: bool) -> None:
+    def _wait(self, done: Future[Any], transfer: TensorTransfer, *, outgoing: bool) -> None:
         """Returns when a transfer is done."""
-        ranks = self._ranks_of[transfer.target if outgoing else transfer.source]
+        ranks = self._placing.ranks_of(transfer.target if outgoing else transfer.source)
 
         def what() -> str:
             action = self._routes.first_user(transfer) if outgoing else self._routes.maker(transfer)
             return f"{transfer} {'to' if outgoing else 'from'} rank {_list(ranks)}: {action.in_words()}"
 
-        self._until(cell, what, lambda: ranks)
+        self._until(done, what, lambda: ranks)
 
-    def _until(self, cell: Cell, what: Callable[[], str], whom: Callable[[], tuple[int, ...]]) -> None:
-        """Returns when a cell is set; raises when the ranks `whom` take too long for that, or something has failed."""
+    def _until(self, done: Future[Any], what: Callable[[], str], whom: Callable[[], tuple[int, ...]]) -> None:
+        """Returns when `done` is set; raises when the ranks `whom` take too long for that, or something has failed."""
         start, said = record.now(), False
-        while not cell.poll(min(_LOOK_SECONDS, self._timeout / 20)):
+        while not done.poll(min(_LOOK_SECONDS, self._timeout / 20)):
             waited = record.now() - start
             self._exchange.check()
             gone = sorted(self._lost & set(whom()))
             if waited < _LOOK_SECONDS and not gone:
                 continue
-            if self._board.read() is not None:
-                raise Gone
+            if self._failures.read() is not None:
+                raise Stopped
             if gone:
                 raise PeerLost(f"waited for {what()}; rank {_list(gone)} died")
             if waited > _SAY_PART * self._timeout and not said:
                 said = True
-                self._board.say_waiting(whom(), what())
+                self._failures.say_waiting(whom(), what())
             if waited > self._timeout:
-                blame = self._board.blame(whom())
+                blame = self._failures.blame(whom())
                 raise PeerTimeout(f"{what()} ({blame})", seconds=self._timeout)
         if said:
-            self._board.say_going_on()
+            self._failures.say_going_on()
 
     def _computing(self, action: Action) -> Any:
         return record.span("compute", str(action), lane="compute")
+
+
+class StepEnding:
+    """The end of one step on one rank: ranks say that they are through, and return when all have said so.
+
+    A stage that raises has said nothing before, so no rank returns what a broken step has made. Words go up a tree and
+    down again. Its root is the rank that should be through last, so that the others' words are there by then, and the
+    way down is all that is left to wait for: two short messages for each rank, and as many hops as the tree is deep.
+
+    done:        set when all ranks are through, to None or to the error of two ranks that were in different calls
+    waiting_for: whom this rank hears from next, or tells
+    """
+
+    def __init__(self, channels: Channels, ranks: Sequence[int], *, step: int, train: bool) -> None:
+        """`ranks`: all of the step, the last to end first."""
+        self._channels, self._connections = channels, channels.connections
+        self._call = (step, train)
+        here = ranks.index(channels.rank)
+        self._parent = ranks[(here - 1) // 2] if here else None
+        self._children = tuple(ranks[2 * here + 1 : 2 * here + 3])
+        self.done: Future[PeerMismatch | None] = Future()
+        self.waiting_for: tuple[int, ...] = ()
+        above = () if self._parent is None else (self._parent,)
+        # Now, not when they are wanted: a message then comes without a word that it may.
+        self._inbox = {peer: self._listen(peer) for peer in (*self._children, *above)}
+
+    def say(self) -> None:
+        """This rank is through; returns at once."""
+        self._channels.threads.start(self._meet)
+
+    def _listen(self, peer: int) -> tuple[Tensor, Transfer | None]:
+        call = torch.empty(2, dtype=torch.int64, device="cpu")
+        try:
+            return call, self._connections.receive_end(call, peer)
+        except WeftError:
+            return call, None
+
+    def _meet(self) -> None:
+        try:
+            for child in self._children:
+                self._hear(child)
+            if self._parent is not None:
+                self._tell((self._parent,))
+                self._hear(self._parent)
+            self._tell(self._children)
+        except WeftError as error:
+            if isinstance(error, PeerMismatch):
+                self.done.set(error)
+            self._channels.lost.update(self.waiting_for)  # whoever waits for this end finds them there
+        else:
+            self.done.set(None)
+
+    def _hear(self, peer: int) -> None:
+        self.waiting_for = (peer,)
+        call, transfer = self._inbox[peer]
+        if transfer is None:
+            raise WeftError(f"rank {peer} is gone")
+        transfer.wait(what="the end of the step", timeout=LONGEST_SECONDS)
+        step, train = call.tolist()
+        if (step, bool(train)) != self._call:
+            here, there = call_name(*self._call), call_name(step, bool(train))
+            raise PeerMismatch(
+                f"this rank is at the end of {here} and rank {peer} at that of {there}; call step and eval_step in the "
+                "same order on all ranks"
+            )
+
+    def _tell(self, peers: Sequence[int]) -> None:
+        self.waiting_for = tuple(peers)
+        call = torch.tensor(self._call, dtype=torch.int64, device="cpu")
+        for transfer in [self._connections.send_end(call, peer) for peer in peers]:
+            transfer.wait(what="the end of the step", timeout=LONGEST_SECONDS)
 
 
 def _list(ranks: Sequence[int]) -> str:
