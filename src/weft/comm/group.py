@@ -36,8 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from weft.comm.deadline import Deadline
-from weft.comm.listen import listening
+from weft.comm.deadline import Deadline, listening
 from weft.comm.tags import CLAIM_BYTES, DEFAULT_TAG, FIRST_TAG, Lease, Line, Mark, Tag, ledger_of, turn
 from weft.comm.tell import MOST_BYTES, swap, tell
 from weft.comm.window import host_ids_of, number_hosts, why_apart

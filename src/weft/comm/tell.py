@@ -31,8 +31,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from weft._torch import group_store
-from weft.comm.deadline import Deadline
-from weft.comm.listen import listening
+from weft.comm.deadline import Deadline, listening
 from weft.comm.tags import Tag, turn
 from weft.errors import PeerLost, PeerMismatch, PeerTimeout
 

@@ -32,7 +32,8 @@ from weft.reshard.executor.script import Ring, Script, ScriptWriter
 from weft.reshard.executor.staging import Rings, Slots, Wait
 from weft.reshard.plan import Plan
 from weft.reshard.planner import plan_tensors
-from weft.reshard.units import Ranks, TensorSpec
+from weft.reshard.spec import TensorSpec
+from weft.reshard.units import Ranks
 
 LARGEST_CHUNK = 1 << 20
 SLOTS = Slots(size=LARGEST_CHUNK + (LARGEST_CHUNK >> 3), receive=8, send=8, share=8)

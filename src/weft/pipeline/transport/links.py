@@ -26,7 +26,7 @@ from weft.pipeline.transport.failure import Board, StageFailed
 from weft.pipeline.transport.placing import Placing
 from weft.pipeline.transport.routes import Route, Routes
 from weft.pipeline.transport.threads import ArrivalBuffers, Crew
-from weft.reshard.planner import STRATEGIES
+from weft.reshard.spec import STRATEGIES
 
 
 class Payload(Enum):

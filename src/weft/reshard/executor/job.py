@@ -21,7 +21,7 @@ from weft.layout.mesh import DeclaredCluster
 from weft.reshard.executor.executor import Executor, Pending, check_locals, tensors_read
 from weft.reshard.plan import Plan
 from weft.reshard.planner import plan_tensors
-from weft.reshard.units import TensorSpec
+from weft.reshard.spec import TensorSpec
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from torch import Tensor
 from weft.comm import PeerLost, Transfer
 from weft.errors import PeerTimeout, WeftError
 from weft.reshard.executor.parts import Parts, as_flat, pack, reduce_into, unpack
-from weft.reshard.executor.script import RECEIVES_AHEAD, SENDS_AHEAD, ReceiveChunk, Ring, SendChunk, TakeChunk
+from weft.reshard.executor.script import ReceiveChunk, Ring, SendChunk, TakeChunk
 from weft.reshard.executor.staging import Pool, Stopped, Wait, done_counts
-from weft.reshard.terms import average
+from weft.reshard.order import RECEIVES_AHEAD, SENDS_AHEAD
+from weft.reshard.spec import average
 from weft.reshard.units import Ranks
 from weft.timeline import Kind, record
 

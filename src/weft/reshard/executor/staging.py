@@ -20,7 +20,8 @@ from weft.comm import Counters, Group, PeerLost, Window
 from weft.comm.deadline import Deadline
 from weft.comm.tags import Line
 from weft.errors import PeerTimeout
-from weft.reshard.executor.script import RECEIVES_AHEAD, SENDS_AHEAD, Ring
+from weft.reshard.executor.script import Ring
+from weft.reshard.order import RECEIVES_AHEAD, SENDS_AHEAD
 from weft.reshard.units import Ranks
 
 # How long a wait sleeps before it looks whether this rank, or one on its host, has failed.
