@@ -229,7 +229,7 @@ def find_ties(tensors: Mapping[str, Tensor]) -> list[Tie]:
 def check_apart(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     """Raises where a destination lies in memory of a source, which is read after it was written, or of another one.
 
-    Destinations that are wholly the same are left to `describe.join`, which knows whether the same is written into both.
+    Destinations that are wholly the same are left to `describe.join`, which knows whether their sources are too.
     """
     again = {name for _, name in find_ties(targets)}
     parts = [(tensor.device, *_span(tensor), name, False) for name, tensor in sources.items() if tensor.numel()]
@@ -251,7 +251,7 @@ def check_apart(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) ->
 def mark_written(tensors: Iterable[Tensor]) -> None:
     """Says that bytes were written into tensors by ways that torch does not see: its counts of versions go up.
 
-    Of a DTensor both counts: some look at the wrapper, others at the shard inside. And whoever keeps packed copies is told.
+    Of a DTensor both counts: some look at the wrapper, others at the shard inside. Keepers of packed copies are told.
     """
     marked = list(tensors)
     for tensor in marked:
