@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft import _core
 from weft.kernels.cpu import ACTIVATIONS, dtype_code, empty, isa, thread_count
-from weft.kernels.cpu_attention import check_offsets
+from weft.kernels.door import check_offsets
 from weft.packed import spec
 from weft.packed.buffers import Buffers
 from weft.packed.call import Inputs, Kept
