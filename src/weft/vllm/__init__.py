@@ -3,6 +3,11 @@
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins`. It is the outermost
 layer, like a command line: here, and nowhere below, the environment is read. Nothing of vLLM is imported, and nothing
 replaced, unless the variable says so.
+
+install       whether this vLLM can take the replacements
+replace       puts them in place, and reports
+layers        linears on the native matmul; the row-parallel one with its all-reduce as one op
+communicator  collectives through windows in place of gloo
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How many blocks of a kernel fit on a multiprocessor at once, from the limits that NVIDIA publishes.
+"""The proof that the kernels fit: every variant compiled for GPUs that need not be there, and what it takes.
 
-Every kernel with the types, options and block sizes it is launched with: what `weft kernels compile` compiles.
-
-Compiles kernels for GPUs that need not be there, and says what each takes: the proof that they fit.
+`variants` lists every kernel with the types, options and block sizes it is launched with; `compile_variant` compiles
+one, and says how many of its blocks fit on a multiprocessor at once, from the limits that NVIDIA publishes.
 """
 
 from __future__ import annotations
