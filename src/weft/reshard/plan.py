@@ -177,10 +177,14 @@ def header(plan: Plan) -> list[str]:
 
 def format_plan(plan: Plan) -> str:
     """The whole plan."""
-    out, into = (max(getattr(t, way) for t in plan.bytes_by_card.values()) for way in ("out", "into"))
-    bound = f"bound {format_seconds(plan.lower_bound)}; busiest card out {format_bytes(out)}, in {format_bytes(into)}"
     streams = [_stream_line(plan.streams, i) for i in range(len(plan.streams))]
-    return "\n".join([*header(plan), bound, *streams, *_chunk_lines(plan)]) + "\n"
+    return "\n".join([*header(plan), bound_line(plan), *streams, *_chunk_lines(plan)]) + "\n"
+
+
+def bound_line(plan: Plan) -> str:
+    """What no plan can go below, and what this one loads the busiest cards with."""
+    out, into = (max(getattr(t, way) for t in plan.bytes_by_card.values()) for way in ("out", "into"))
+    return f"bound {format_seconds(plan.lower_bound)}; busiest card out {format_bytes(out)}, in {format_bytes(into)}"
 
 
 def _stream_line(streams: Streams, i: int) -> str:

@@ -240,8 +240,8 @@ class Order:
     """Where the elements of a matrix [M, N] lie after they were stored in the order in which they travel.
 
     It is cut into pieces of `rows` x `cols`, the last ones smaller. The piece at (i, j) starts at starts[i, j] of a
-    flat buffer, and its rows are strides[i, j] apart. Whole **tiles** travel for an all-reduce, row **subtiles** (tiles cut
-    by rows into a part for each rank) for a reduce-scatter, single rows of tiles (**subtokens**), each to its own
+    flat buffer, and its rows are strides[i, j] apart. Whole **tiles** travel for an all-reduce, row **subtiles** (tiles
+    cut by rows into a part for each rank) for a reduce-scatter, single rows of tiles (**subtokens**), each to its own
     destination, for an all-to-all. A norm that reads through such a map undoes the order for free.
 
     starts, strides: int64 [row pieces, column pieces] on the device that reads them
