@@ -1,4 +1,4 @@
-"""`weft plan reshard` and `weft plan pipeline`: plans compared, printed and drawn, without a device or process group."""
+"""`weft plan reshard` and `weft plan pipeline`: plans compared, printed and drawn; no device, no process group."""
 
 from __future__ import annotations
 
