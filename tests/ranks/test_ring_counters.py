@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -114,8 +113,9 @@ def meet_past(start: int) -> None:
     peers._window.counters(me).tensor[size] = signed(peers._passed * size)
     dist.barrier()
     for turn in range(1, 5):
-        if me == turn % size:
-            time.sleep(0.05)
+        if me == turn % size:  # the last one: all others have said that they are there
+            there = peers._passed * size + size - 1
+            peers._window.counters(me).wait(size, there, timeout=LONG, what="the other ranks")
         peers.memory(me).fill_(turn)
         peers.barrier()
         assert [int(peers.memory(rank)[0]) for rank in range(size)] == [turn] * size
