@@ -235,7 +235,7 @@ class Resources:
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled:
+class CompiledKernel:
     """A cubin, the PTX that it was assembled from, and what it takes."""
 
     ptx: str
@@ -243,7 +243,7 @@ class Compiled:
     resources: Resources
 
 
-def compile_variant(variant: Variant, arch: str) -> Compiled:
+def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
     """Compiles for "sm80", "sm86", "sm89", "sm90" or "sm100"; Triton keeps the result in its cache."""
     if arch not in ARCHS:
         raise ValueError(f"got the architecture {arch!r}, expected one of {', '.join(ARCHS)}")
@@ -270,7 +270,7 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
         variant.kernel, variant.label, arch, variant.is_default, config.warps, registers, stack, built.metadata.shared,
         blocks, occupancy(arch, blocks, config.warps),
     )  # fmt: skip
-    return Compiled(built.asm["ptx"], cubin, resources)
+    return CompiledKernel(built.asm["ptx"], cubin, resources)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
