@@ -26,7 +26,7 @@ from weft.layout import Box, DeclaredCluster, Ints, Layout, Mesh, format_ints
 from weft.reshard.order import Chunks, Hops
 from weft.reshard.senders import lower_bound
 from weft.reshard.simulate import simulate
-from weft.reshard.spec import STRATEGIES, TensorSpec, hosts_of
+from weft.reshard.spec import STRATEGIES, TensorSpec, hosts_by_rank
 from weft.reshard.units import Streams, Units, find_units
 from weft.timeline import Timeline
 from weft.timeline.text import format_bytes, format_seconds
@@ -84,7 +84,7 @@ class Plan:
     @cached_property
     def host_of(self) -> dict[int, int]:
         """The host of each rank of the meshes."""
-        return hosts_of(self.tensors)
+        return hosts_by_rank(self.tensors)
 
     def boxes_of(self, rank: int, side: str) -> dict[int, Box]:
         """Where a rank's shard of each tensor lies on one side ("src" or "dst"), by index; only those that it has."""

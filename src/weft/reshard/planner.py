@@ -29,7 +29,7 @@ from weft.reshard.order import (
 from weft.reshard.paper import paper_schedule, resend
 from weft.reshard.plan import Plan
 from weft.reshard.senders import Piece, assign_balanced, assign_split, lower_bound
-from weft.reshard.spec import STRATEGIES, TensorSpec, hosts_of
+from weft.reshard.spec import STRATEGIES, TensorSpec, check_options, hosts_by_rank
 from weft.reshard.units import Demands, find_demands, find_units
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64 << 10, 4 << 20
@@ -75,12 +75,9 @@ def plan_tensors(
     chunk_bytes: int | None = None,
 ) -> Plan:
     """The plan that moves many tensors at once; see `plan_reshard`."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(STRATEGIES)}")
-    if chunk_bytes is not None and chunk_bytes < 1024:
-        raise ValueError(f"chunk_bytes is {chunk_bytes}, expected 1024 or more, or None to have it chosen")
+    check_options(strategy, chunk_bytes)
     how = STRATEGIES[strategy]
-    host_of = hosts_of(tensors)
+    host_of = hosts_by_rank(tensors)
     cluster = cluster or DeclaredCluster.uniform(max(host_of.values(), default=0) + 1, gbps=10.0)
     if max(host_of.values(), default=0) >= cluster.hosts:
         raise ValueError(

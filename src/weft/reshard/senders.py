@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.layout import DeclaredCluster, Ints
-from weft.reshard.spec import TensorSpec, hosts_of
+from weft.reshard.spec import TensorSpec, hosts_by_rank
 from weft.reshard.units import Demand, find_demands, find_units
 
 Edge = tuple[int, int]
@@ -109,7 +109,7 @@ def assign_split(demands: Sequence[Demand], *, rates: Rates) -> tuple[list[Piece
 def lower_bound(tensors: Sequence[TensorSpec], cluster: DeclaredCluster) -> float:
     """Seconds of the busiest network card under the best choice of senders: no plan is faster."""
     _, streams = find_units(tensors)
-    demands = find_demands(streams, hosts_of(tensors))
+    demands = find_demands(streams, hosts_by_rank(tensors))
     return assign_split(demands.demands, rates=cluster.rates)[1]
 
 

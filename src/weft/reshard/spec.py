@@ -89,7 +89,7 @@ class TensorSpec:
         return replace(self, src=self.dst, dst=back, dtype=self.dst_dtype, dst_dtype=self.dtype)
 
 
-def hosts_of(tensors: Iterable[TensorSpec]) -> dict[int, int]:
+def hosts_by_rank(tensors: Iterable[TensorSpec]) -> dict[int, int]:
     """The host of each rank of all meshes, which must agree on it."""
     host_of: dict[int, int] = {}
     for mesh in {layout.mesh: None for tensor in tensors for layout in (tensor.src, tensor.dst)}:
@@ -124,6 +124,16 @@ STRATEGIES = {
     "broadcast": Strategy(relay=True, order="search"),
     "optimal": Strategy(senders="split", order="open_shop"),
 }
+
+
+def check_options(strategy: str, chunk_bytes: int | None) -> None:
+    """Raises unless there is such a strategy, and a message of this size is worth sending."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(STRATEGIES)}")
+    if chunk_bytes is not None and chunk_bytes < 1024:
+        raise ValueError(f"chunk_bytes is {chunk_bytes}, expected 1024 or more, or None to have it chosen")
+
+
 REDUCE: dict[str, Callable[[Tensor, Tensor], object]] = {
     "sum": lambda total, term: total.add_(term),
     "avg": lambda total, term: total.add_(term),
