@@ -49,7 +49,7 @@ int64_t call_linear(const Kernels& k, Address x, int64_t ld_x, Address packed, i
 }  // namespace
 
 NB_MODULE(_core, m) {
-  // Python keeps a table of kernels until the very end of the process, which is no leak to frighten users with.
+  // Python keeps a table of kernels until the very end of the process, which is no leak: no warning.
   nb::set_leak_warnings(false);
   m.def("cpu_features", &cpu_features);
   m.def("available_isas", &available_isas, "Instruction sets that this CPU can run, fastest first.");

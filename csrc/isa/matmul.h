@@ -13,6 +13,8 @@ namespace WEFT_ISA {
 
 constexpr int kVectors = 2;                    // vectors in a panel
 constexpr int64_t kPanel = kVectors * kLanes;  // columns in a panel
+// Tiles start at multiples of 32 columns (TILE_N_MULTIPLE in kernels/tiles.py), and each of them where a panel does.
+static_assert(32 % kPanel == 0, "the width of a panel must divide 32");
 constexpr int64_t kBlockK = 256;               // kBlockK x kPanel floats of the weight stay in the first-level cache
 // Rows of x are copied block by block, this far apart: rows a power of two apart would meet in one set of the cache.
 constexpr int64_t kBlockLd = kBlockK + 8;

@@ -5,7 +5,9 @@ import torch
 
 from weft import _core
 from weft.kernels import cpu_attention
-from weft.kernels.cpu_attention import Scoring, cache_attention, store_heads
+from weft.kernels.cpu import dtype_code, thread_count
+from weft.kernels.cpu import isa as kernels_of
+from weft.kernels.cpu_attention import Scoring, strided
 
 ISAS = _core.available_isas()
 WINDOWS = {"all": (-1, -1), "causal": (-1, 0), "window": (40, 0), "around": (5, 3)}
@@ -20,6 +22,31 @@ def blocked(q, k, v, cu_q, cu_k, scoring, isa):
 
 def offsets(lengths):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def cache_attention(q, k, v, cu_q, slots, lengths, scoring, *, out, isa_name=""):
+    """Queries against a cache, as a pass of inference asks for it: k and v [slots, Hkv, capacity, D]."""
+    tokens, heads, width = q.shape
+    kv_heads, capacity = k.shape[1:3]
+    k_cache, v_cache = ((t.data_ptr(), width, capacity * width) for t in (k, v))
+    starts = slots * (kv_heads * capacity)
+    job = _core.Attention(
+        strided(q), k_cache, v_cache, strided(out), dtype_code(q.dtype), heads, kv_heads, width, tokens,
+        scoring.scale, scoring.left, scoring.right, 0, 0, 0, 0, 0, 0, 1.0,
+    )  # fmt: skip
+    sequences = cu_q.data_ptr(), starts.data_ptr(), lengths.data_ptr(), lengths.numel()
+    _core.attention_at(kernels_of(isa_name), job, *sequences, thread_count(0))
+
+
+def store_heads(rows, cache, slots, positions):
+    """cache[slots[i], :, positions[i]] = rows[i]: rows [T, Hkv, D], cache [slots, Hkv, capacity, D]."""
+    _, heads, capacity, width = cache.shape
+    size = rows.element_size()
+    place = slots * (heads * capacity) + positions
+    _core.store_heads(
+        rows.data_ptr(), rows.stride(0) * size, cache.data_ptr(), capacity * width * size, place.data_ptr(), heads,
+        width * size, rows.shape[0], thread_count(0),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -55,27 +82,3 @@ def test_many_queries_read_a_cache_too():
     cache_attention(q, k, k, cu_q, torch.tensor([0]), torch.tensor([150]), Scoring(0.25, -1, 0), out=got)
     rows = k[0, :, :150].transpose(0, 1).contiguous()
     assert torch.equal(got, blocked(q, rows, rows, cu_q, offsets([150]), Scoring(0.25, -1, 0), ""))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"lengths": torch.tensor([11])}, "lengths are from 0 to the capacity, 10"),
-        ({"slots": torch.tensor([2])}, "slots are from 0 to 1"),
-        ({"cu_q": torch.tensor([0, 2], dtype=torch.int32)}, "cu_q must be int32, from 0 to 1"),
-        ({"v": torch.zeros(2, 1, 9, 8)}, "expected q"),
-        ({"k": torch.zeros(2, 1, 8, 10).mT}, "a cache is contiguous"),
-    ],
-)
-def test_what_would_be_out_of_bounds_is_refused(change, message):
-    given = {
-        "q": torch.zeros(1, 2, 8), "k": torch.zeros(2, 1, 10, 8), "v": torch.zeros(2, 1, 10, 8),
-        "cu_q": torch.tensor([0, 1], dtype=torch.int32), "slots": torch.tensor([0]), "lengths": torch.tensor([3]),
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        cache_attention(*(given | change).values(), Scoring(1.0), out=torch.zeros(1, 2, 8))
-
-
-def test_rows_beyond_the_cache_are_refused():
-    with pytest.raises(ValueError, match="positions are from 0 to 2"):
-        store_heads(torch.zeros(1, 1, 2), torch.zeros(1, 1, 3, 2), torch.tensor([0]), torch.tensor([3]))

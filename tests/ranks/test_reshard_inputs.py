@@ -24,7 +24,7 @@ import weft.reshard
 from weft.errors import PeerMismatch
 from weft.layout import Layout, Mesh
 from weft.reshard import Source, TensorSpec, plan_reshard
-from weft.reshard.terms import REDUCE, why_not_cast, why_not_reduced
+from weft.reshard.spec import REDUCE, why_not_cast, why_not_reduced
 
 LIMIT = {"timeout": 30.0}
 

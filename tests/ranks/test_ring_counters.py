@@ -1,4 +1,4 @@
-"""The counters of rings go round: transfers go on when one has passed 2^31, and when it has passed 2^32."""
+"""The counters of windows go round: transfers go on when one has passed 2^31, and when it has passed 2^32."""
 
 from __future__ import annotations
 
@@ -98,3 +98,28 @@ def train_past(start: int) -> None:
 @pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3])
 def test_a_pipeline_goes_on(start: int) -> None:
     run_ranks(train_past, 3, start)
+
+
+def meet_past(start: int) -> None:
+    """Barriers among the peers of a stream executor, one rank always late: nobody passes without it."""
+    from weft.overlap.streams.device import WindowPeers
+
+    me, size = dist.get_rank(), dist.get_world_size()
+    peers = WindowPeers(dist.group.WORLD, 64, timeout=LONG)
+    peers._passed = start // size
+    peers._window.counters(me).tensor[size] = signed(peers._passed * size)
+    dist.barrier()
+    for turn in range(1, 5):
+        if me == turn % size:  # the last one: all others have said that they are there
+            there = peers._passed * size + size - 1
+            peers._window.counters(me).wait(size, there, timeout=LONG, what="the other ranks")
+        peers.memory(me).fill_(turn)
+        peers.barrier()
+        assert [int(peers.memory(rank)[0]) for rank in range(size)] == [turn] * size
+        peers.barrier()
+
+
+@pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 3])
+def test_peers_of_streams_meet_on(start: int) -> None:
+    pytest.importorskip("triton", reason="the executor of streams needs Triton")
+    run_ranks(meet_past, 3, start)

@@ -25,13 +25,24 @@ def refusal(*arguments: str) -> str:
 
 
 def test_the_printed_plan_parses_back() -> None:
-    result = run(*CASE)
+    result = run(*CASE, "--chunks")
     assert result.exit_code == 0, result.output
-    text = result.output[: result.output.index("\nstrategy ")]
+    text = result.output[result.output.index("reshard plan ") :]
     plan = Plan.parse(text)
     assert plan.strategy == "optimal"
     assert plan.tensors[0].shape == (64, 64, 8)
     assert str(plan).strip() == text.strip()
+
+
+def test_the_comparison_comes_first_and_chunks_only_when_asked() -> None:
+    short, long = run(*CASE).output, run(*CASE, "--chunks").output
+    assert short.startswith("strategy ")
+    assert long.startswith("strategy ")
+    assert "bound " in short
+    assert "--chunks prints them" in short
+    assert len(short.splitlines()) < 20
+    assert not [line for line in short.splitlines() if line.startswith(("stream ", "0 "))]
+    assert [line for line in long.splitlines() if line.startswith("stream ")]
 
 
 def test_every_strategy_is_compared_with_the_bound() -> None:
@@ -44,7 +55,7 @@ def test_every_strategy_is_compared_with_the_bound() -> None:
 
 
 def test_another_strategy_is_printed_when_asked() -> None:
-    assert run(*CASE, "--strategy", "send_recv").output.startswith("reshard plan send_recv")
+    assert "\nreshard plan send_recv" in run(*CASE, "--strategy", "send_recv").output
 
 
 def test_meshes_on_the_same_hosts_share_ranks() -> None:

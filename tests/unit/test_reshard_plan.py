@@ -14,8 +14,9 @@ from weft.bench.reshard import CASES, PAPER, ReshardCase, llama_state
 from weft.layout import DeclaredCluster, Layout, Mesh
 from weft.reshard import STRATEGIES, Plan, TensorSpec, plan_reshard, plan_tensors
 from weft.reshard.executor.script import ScriptWriter
-from weft.reshard.planner import hosts_of, lower_bound, paper_schedule
-from weft.reshard.senders import Piece, assign_balanced, whole
+from weft.reshard.paper import paper_schedule
+from weft.reshard.senders import Piece, assign_balanced, lower_bound, whole
+from weft.reshard.spec import hosts_by_rank
 from weft.reshard.units import find_demands, find_units
 
 # Every byte once --------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def test_the_bound_counts_whole_bytes() -> None:
 @given(st.lists(specs(), min_size=1, max_size=3), st.sampled_from(sorted(STRATEGIES)))
 def test_no_deadlock_and_no_plan_beats_the_bound(tensors: list[TensorSpec], strategy: str) -> None:
     hosts = {}
-    same = [t for t in tensors if all(hosts.setdefault(r, h) == h for r, h in hosts_of([t]).items())]
+    same = [t for t in tensors if all(hosts.setdefault(r, h) == h for r, h in hosts_by_rank([t]).items())]
     cluster = DeclaredCluster.uniform(8, gbps=1.0, latency=0.0)
     plan = plan_tensors(same, cluster=cluster, strategy=strategy, chunk_bytes=1024)
     assert plan.seconds >= plan.lower_bound * (1 - 1e-9)
@@ -132,7 +133,7 @@ def test_the_table_of_the_paper(case: ReshardCase, naive: float, balanced: float
     spec = case.spec()
     cluster = DeclaredCluster.uniform(case.hosts, gbps=spec.nbytes * 8e-9)  # the whole tensor takes one second
     _, streams = find_units([spec])
-    demands = find_demands(streams, hosts_of([spec]), merge=False)
+    demands = find_demands(streams, hosts_by_rank([spec]), merge=False)
 
     first = [whole(i, demand, demand.sources[0], relay=True) for i, demand in enumerate(demands.demands)]
     least_busy = assign_balanced(demands.demands, relay=True, rates=cluster.rates)

@@ -36,7 +36,7 @@ for number, code in enumerate(sys.argv[1:]):
         os._exit(0)
     assert os.wait()[1] == 0
 """
-_INSTALL = "from weft.vllm.install import install; install(timeout=5.0)"
+_INSTALL = "from weft.vllm import install; install(timeout=5.0)"
 UNCHANGED = "state ['vllm.model_executor.layers.utils', 'vllm', [], []]"
 CHANGED = f"state ['weft.vllm.layers', 'weft', ['WindowRowParallelLinear'], ['weft {version('weft')}']]"
 CASES = {

@@ -1,7 +1,4 @@
-"""`weft plan ...`: plans printed, compared and drawn, without a device or a process group.
-
-`weft plan pipeline`: a schedule's grid, and all schedules compared, without a device or a process group.
-"""
+"""`weft plan reshard` and `weft plan pipeline`: plans compared, printed and drawn; no device, no process group."""
 
 from __future__ import annotations
 
@@ -30,25 +27,31 @@ def reshard(
     dst: Annotated[str, typer.Option(help='The same of the destination, such as "2x4:RS0R".')],
     dtype: Annotated[str, typer.Option(help="The type of its elements.")] = "float32",
     gbps: Annotated[float, typer.Option(help="The rate of each host's card, Gbit/s.")] = 10.0,
-    strategy: Annotated[str, typer.Option(help="Which plan is printed; all are compared.")] = "optimal",
+    strategy: Annotated[str, typer.Option(help="Which plan is described; all are compared.")] = "optimal",
     same_hosts: Annotated[bool, typer.Option("--same-hosts", help="Both meshes begin at rank 0.")] = False,
     summary: Annotated[bool, typer.Option("--summary", help="Only the comparison, not the plan.")] = False,
+    chunks: Annotated[bool, typer.Option("--chunks", help="The whole plan: every stream and chunk.")] = False,
     html_file: Annotated[Path | None, typer.Option("--html", help="Draw the timelines here.")] = None,
 ) -> None:
-    """Plan a move of one tensor from a mesh and layout to another: the plan, its bound, every strategy's time.
+    """Plan a move of one tensor from a mesh and layout to another: every strategy's time, the plan, its bound.
 
     S0 is a dim cut along mesh axis 0 (the hosts), S1 along axis 1 (the devices of a host), S01 along both, R a
     dim that is not cut.
     """
     from weft.report import timeline_page
     from weft.reshard import STRATEGIES
+    from weft.reshard.plan import bound_line, header
 
     plans = _plans_of(shape, src, dst, dtype, gbps, same_hosts)
     if strategy not in plans:
         raise ValueError(f"got the strategy {strategy!r}; expected one of: {', '.join(STRATEGIES)}")
-    if not summary:
-        typer.echo(str(plans[strategy]))
     typer.echo(compare(plans))
+    plan = plans[strategy]
+    if chunks:
+        typer.echo(f"\n{plan}", nl=False)
+    elif not summary:
+        sizes = f"{len(plan.streams)} streams in {len(plan.chunks)} chunks; --chunks prints them"
+        typer.echo("\n".join(["", *header(plan), bound_line(plan), sizes]))
     if html_file is not None:
         timelines = [plan.simulate() for plan in plans.values()]
         html_file.write_text(timeline_page(timelines, title=f"reshard {shape}: {src} to {dst}"), encoding="utf-8")

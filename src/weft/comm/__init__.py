@@ -1,12 +1,12 @@
 """How bytes move: messages in a process group, memory shared inside a host, and counters to wait on.
 
-group       messages between ranks, agreement, and what a rank tells all others (tell)
-tags        which tags are whose, while several operations are under way
-deadline    how long to wait; listen: so that signals are heard meanwhile
-window      memory that the ranks of a host share; signal: counters in it
-rendezvous  meetings in a group's store, for set-up; hosts: who shares one; clocks
-banks, lean collectives inside a host with next to no overhead
-priority    the scheduling of gloo's threads
+group             messages between ranks, agreement; the priority of gloo's threads
+tags              which tags are whose, while several operations are under way: leases
+tell              how a rank tells all others something small; meetings in a group's store
+deadline          how long to wait, and so that signals are heard meanwhile
+window            which ranks share a host, and memory that they share
+signal            counters that one thread or process raises and another waits on
+host_collectives  collectives inside a host with next to no overhead
 """
 
 from importlib import import_module

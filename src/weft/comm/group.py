@@ -1,11 +1,4 @@
-"""Communication that does not interrupt computing.
-
-gloo moves bytes on a thread of its own, which wakes up for every packet and then takes a core from the matmul that
-runs there, thousands of times a second. As a *batch* thread it waits for the end of the matmul's time slice, a few
-milliseconds, and finds many packets at once. Measured in turns on three ops: overlapped matmuls gain 6 to 18 %, and
-sequential ones lose nothing.
-
-Point-to-point messages over a torch process group, with a deadline and a named peer on every wait.
+"""Point-to-point messages over a torch process group, with a deadline and a named peer on every wait.
 
 Any backend that sends CPU tensors will do. How the failures of gloo, the usual one, show here:
 
@@ -16,6 +9,11 @@ Any backend that sends CPU tensors will do. How the failures of gloo, the usual 
 
 So one failure ends the operation on all ranks within the deadline. The rank to blame is the one that a
 `PeerTimeout`, or the first `PeerLost`, names.
+
+gloo moves bytes on a thread of its own, which wakes up for every packet and then takes a core from the matmul that
+runs there, thousands of times a second. As a *batch* thread (`make_way_for_compute`) it waits for the end of the
+matmul's time slice, a few milliseconds, and finds many packets at once. Measured in turns on three ops: overlapped
+matmuls gain 6 to 18 %, and sequential ones lose nothing.
 """
 
 from __future__ import annotations
@@ -36,95 +34,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from weft.comm.deadline import Deadline
-from weft.comm.listen import listening
+from weft.comm.deadline import Deadline, listening
 from weft.comm.tags import CLAIM_BYTES, DEFAULT_TAG, FIRST_TAG, Lease, Line, Mark, Tag, ledger_of, turn
 from weft.comm.tell import MOST_BYTES, swap, tell
 from weft.comm.window import host_ids_of, number_hosts, why_apart
 from weft.errors import PeerLost, PeerMismatch, PeerTimeout, WeftError
 
+_DIGEST_BYTES = 32
 _LOOPS = ("gloo_tcp_loop",)
 _leave_alone: ContextVar[bool] = ContextVar("weft_leave_gloo_threads_alone", default=False)
-
-
-@contextmanager
-def keep_gloo_priority() -> Iterator[None]:
-    """Process groups that weft first meets in this block leave gloo's threads as they are.
-
-    Otherwise the first call on a group makes all gloo threads of the process batch threads, those of other groups and
-    of torch's own collectives among them: a message alone then takes a little longer where all cores are busy.
-
-        with weft.overlap.keep_gloo_priority():
-            y = weft.matmul_all_reduce(x, w, group=group)
-    """
-    token = _leave_alone.set(True)
-    try:
-        yield
-    finally:
-        _leave_alone.reset(token)
-
-
-def make_way_for_compute() -> int:
-    """Lets this process's gloo threads wait for a time slice; returns how many there are. Where it can't: 0.
-
-    For threads that exist, so after the process group is made; again is harmless.
-    """
-    if _leave_alone.get():
-        return 0
-    found = 0
-    with suppress(OSError, AttributeError):  # no /proc, or no such policy: then it stays as it is
-        for task in Path("/proc/self/task").iterdir():
-            with suppress(OSError):  # a thread that ended meanwhile, or that we may not change
-                if (task / "comm").read_text().strip() in _LOOPS:
-                    os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
-                    found += 1
-    return found
-
-
-_DIGEST_BYTES = 32
-
-
-class Transfer:
-    """A message under way; `wait` for it, and keep the tensor unchanged until then.
-
-    A transfer that is dropped without a wait may never be sent. gloo cannot say whether a message has arrived
-    without waiting for it, so there is no test for completion.
-    """
-
-    def __init__(self, work: Work | None, group: Group, *, route: str) -> None:
-        self._work, self._group, self._route = work, group, route
-        self._is_interrupted = False
-
-    def wait(self, *, what: str, timeout: float | None = None) -> None:
-        """Returns when the tensor may be used again (sent) or holds the message (received).
-
-        `PeerTimeout` after `timeout` seconds (the group's own if not given), `PeerLost` when the connection
-        closed; both say `what`, the direction and the peer. Waiting again for a finished transfer returns at
-        once. A signal handler that raises (Ctrl-C) ends the wait, and breaks the group off.
-        """
-        self.wait_until(Deadline.after(self._group.timeout if timeout is None else timeout), what=what)
-
-    def wait_until(self, deadline: Deadline, *, what: str) -> None:
-        """`wait` with a deadline that several transfers share."""
-        if self._is_interrupted:
-            raise PeerLost(f"{what} ({self._route}): an earlier wait was interrupted; a new process group is needed")
-        if self._work is not None:
-            listening(partial(self._wait, self._work, deadline, what), on_interrupt=self._interrupt)
-
-    def _interrupt(self) -> None:
-        self._is_interrupted = True
-        self._group.break_off()
-
-    def _wait(self, work: Work, deadline: Deadline, what: str) -> None:
-        # Rounded up, and 1 at least: gloo counts milliseconds, and takes 0 for its own default.
-        milliseconds = max(1, math.ceil(1000 * deadline.left()))
-        try:
-            work.wait(timedelta(milliseconds=milliseconds))
-        except RuntimeError as error:
-            if deadline.left() == 0.0:
-                raise PeerTimeout(f"{what} ({self._route})", seconds=deadline.seconds) from error
-            raise _lost(f"{what} ({self._route})", error) from error
-        self._work = None  # gloo would wait for a second message
 
 
 class Group:
@@ -245,6 +163,49 @@ class Group:
             raise _lost(route, error) from error
 
 
+class Transfer:
+    """A message under way; `wait` for it, and keep the tensor unchanged until then.
+
+    A transfer that is dropped without a wait may never be sent. gloo cannot say whether a message has arrived
+    without waiting for it, so there is no test for completion.
+    """
+
+    def __init__(self, work: Work | None, group: Group, *, route: str) -> None:
+        self._work, self._group, self._route = work, group, route
+        self._is_interrupted = False
+
+    def wait(self, *, what: str, timeout: float | None = None) -> None:
+        """Returns when the tensor may be used again (sent) or holds the message (received).
+
+        `PeerTimeout` after `timeout` seconds (the group's own if not given), `PeerLost` when the connection
+        closed; both say `what`, the direction and the peer. Waiting again for a finished transfer returns at
+        once. A signal handler that raises (Ctrl-C) ends the wait, and breaks the group off.
+        """
+        self.wait_until(Deadline.after(self._group.timeout if timeout is None else timeout), what=what)
+
+    def wait_until(self, deadline: Deadline, *, what: str) -> None:
+        """`wait` with a deadline that several transfers share."""
+        if self._is_interrupted:
+            raise PeerLost(f"{what} ({self._route}): an earlier wait was interrupted; a new process group is needed")
+        if self._work is not None:
+            listening(partial(self._wait, self._work, deadline, what), on_interrupt=self._interrupt)
+
+    def _interrupt(self) -> None:
+        self._is_interrupted = True
+        self._group.break_off()
+
+    def _wait(self, work: Work, deadline: Deadline, what: str) -> None:
+        # Rounded up, and 1 at least: gloo counts milliseconds, and takes 0 for its own default.
+        milliseconds = max(1, math.ceil(1000 * deadline.left()))
+        try:
+            work.wait(timedelta(milliseconds=milliseconds))
+        except RuntimeError as error:
+            if deadline.left() == 0.0:
+                raise PeerTimeout(f"{what} ({self._route})", seconds=deadline.seconds) from error
+            raise _lost(f"{what} ({self._route})", error) from error
+        self._work = None  # gloo would wait for a second message
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
     """`tensor` as uint8 [bytes], the same memory: backends know few dtypes, and all know this one."""
     if not tensor.is_contiguous():
@@ -294,3 +255,37 @@ def differences(texts: Sequence[str]) -> str:
     where = f", first at line {number + 1}" if len(rows) > 1 else ""
     sides = "".join(f"\n  rank {', '.join(who)}: {line}" for line, who in ranks.items())
     return f"ranks are about to do different things{where}:{sides}"
+
+
+def make_way_for_compute() -> int:
+    """Lets this process's gloo threads wait for a time slice; returns how many there are. Where it can't: 0.
+
+    For threads that exist, so after the process group is made; again is harmless.
+    """
+    if _leave_alone.get():
+        return 0
+    found = 0
+    with suppress(OSError, AttributeError):  # no /proc, or no such policy: then it stays as it is
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # a thread that ended meanwhile, or that we may not change
+                if (task / "comm").read_text().strip() in _LOOPS:
+                    os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+                    found += 1
+    return found
+
+
+@contextmanager
+def keep_gloo_priority() -> Iterator[None]:
+    """Process groups that weft first meets in this block leave gloo's threads as they are.
+
+    Otherwise the first call on a group makes all gloo threads of the process batch threads, those of other groups and
+    of torch's own collectives among them: a message alone then takes a little longer where all cores are busy.
+
+        with weft.overlap.keep_gloo_priority():
+            y = weft.matmul_all_reduce(x, w, group=group)
+    """
+    token = _leave_alone.set(True)
+    try:
+        yield
+    finally:
+        _leave_alone.reset(token)

@@ -201,7 +201,6 @@ class _Desk:
     def __init__(self) -> None:
         self.ledgers: dict[Line, Ledger] = {}
         self.turns: dict[str, threading.RLock] = {}
-        self.done: set[str] = set()
 
 
 # Beside a process group, because those who use it know nothing of each other; it goes with the group.
@@ -230,12 +229,3 @@ def turn(pg: ProcessGroup, name: str, deadline: Deadline) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def is_first(pg: ProcessGroup, name: str) -> bool:
-    """Whether nobody has asked this before on this rank: once for each `name` and process group."""
-    with _lock:
-        done = _desks.setdefault(pg, _Desk()).done
-        first = name not in done
-        done.add(name)
-    return first

@@ -1,6 +1,4 @@
-"""Which ranks of a group share a machine: what shares a network card and can share memory.
-
-Memory that all ranks of a host map, so that a rank writes a tile straight into a peer's buffer.
+"""Which ranks share a host, and memory that they all map: a rank writes a tile straight into a peer's buffer.
 
     header page | rank a: counters, data | rank b: counters, data | ...        each part starts on a page
 
@@ -35,108 +33,9 @@ from weft.comm.tags import Line
 from weft.comm.tell import Meeting, meeting
 from weft.errors import PeerMismatch, WindowUnavailable
 
-_MEMORY = " "  # between what names the card and what names the memory
-
-
-def host_id() -> str:
-    """A name that two processes have in common exactly if they run on one host: share a network card, and memory.
-
-    The kernel's boot id tells machines apart, the network namespace tells the lab's hosts apart on one
-    machine. The hostname is not used: containers of one machine have different ones, and cloned images the
-    same. Containers may share the card and still not see each other's processes, which is how memory is shared:
-    what is apart in that, or runs as another user, counts as another host.
-
-    >>> host_id() == host_id()
-    True
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    net, pid, user = map(_namespace, ("net", "pid", "user"))
-    return f"{boot}/net:{net}{_MEMORY}pid:{pid}/user:{user}:{os.geteuid()}"
-
-
-def _namespace(kind: str) -> int:
-    try:
-        return os.stat(f"/proc/self/ns/{kind}").st_ino
-    except FileNotFoundError:  # a kernel without namespaces of this kind
-        return 0
-
-
-def why_apart(ids: Sequence[str]) -> str:
-    """Why ranks of one machine count as several hosts; "" where none do.
-
-    >>> why_apart(["a/net:1 pid:2/user:3:0", "a/net:1 pid:9/user:3:0"])
-    'ranks 0, 1 share a network card but not memory: other PID namespaces or users'
-    """
-    cards: dict[str, list[int]] = {}
-    for rank, name in enumerate(ids):
-        cards.setdefault(name.split(_MEMORY)[0], []).append(rank)
-    split = [ranks for ranks in cards.values() if len({ids[rank] for rank in ranks}) > 1]
-    if not split:
-        return ""
-    who = "; ranks ".join(", ".join(map(str, ranks)) for ranks in split)
-    return f"ranks {who} share a network card but not memory: other PID namespaces or users"
-
-
-def number_hosts(ids: Sequence[str]) -> tuple[int, ...]:
-    """The host index of each rank from its host id; hosts are numbered in the order of their first rank.
-
-    >>> number_hosts(["b", "b", "a", "b"])
-    (0, 0, 1, 0)
-    """
-    index = {name: i for i, name in enumerate(dict.fromkeys(ids))}
-    return tuple(index[name] for name in ids)
-
-
-def hosts_of(pg: ProcessGroup, *, timeout: float, store: Store | None = None) -> tuple[int, ...]:
-    """The host index of each rank of `pg`, the same on every rank. Collective over `pg`, through its store.
-
-    `store` is for groups that torch.distributed does not know; it must be private to this group.
-    """
-    return number_hosts(host_ids_of(pg, timeout=timeout, store=store))
-
-
-_MEMORY = " "  # between what names the card and what names the memory
-
-
-def host_ids_of(pg: ProcessGroup, *, timeout: float, store: Store | None = None) -> list[str]:
-    """The `host_id` of each rank of `pg`. Collective, as `hosts_of`."""
-    with meeting(pg, "hosts", ("enter",), deadline=Deadline.after(timeout), store=store) as held:
-        return held.gather("enter", host_id())
-
-
 _NAME = "weft-window"
 _TOKEN_BYTES = 16
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Where each part of a window lies, in bytes from its start.
-
-    >>> s = Segments(bytes_per_rank=5000, counters_per_rank=3, ranks=2)
-    >>> s.counters(1), s.data(1), s.total
-    (16384, 20480, 28672)
-    """
-
-    bytes_per_rank: int
-    counters_per_rank: int
-    ranks: int
-
-    def counters(self, index: int) -> int:
-        """Start of the counters of the host's `index`-th rank."""
-        return mmap.PAGESIZE + index * (_pages(4 * self.counters_per_rank) + _pages(self.bytes_per_rank))
-
-    def data(self, index: int) -> int:
-        """Start of the data of the host's `index`-th rank."""
-        return self.counters(index) + _pages(4 * self.counters_per_rank)
-
-    @property
-    def total(self) -> int:
-        """Size of the whole mapping."""
-        return self.counters(self.ranks)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+_MEMORY = " "  # between what names the card and what names the memory, in a host's id
 
 
 class Window:
@@ -247,6 +146,37 @@ class Window:
         )
 
 
+@dataclass(frozen=True)
+class Segments:
+    """Where each part of a window lies, in bytes from its start.
+
+    >>> s = Segments(bytes_per_rank=5000, counters_per_rank=3, ranks=2)
+    >>> s.counters(1), s.data(1), s.total
+    (16384, 20480, 28672)
+    """
+
+    bytes_per_rank: int
+    counters_per_rank: int
+    ranks: int
+
+    def counters(self, index: int) -> int:
+        """Start of the counters of the host's `index`-th rank."""
+        return mmap.PAGESIZE + index * (_pages(4 * self.counters_per_rank) + _pages(self.bytes_per_rank))
+
+    def data(self, index: int) -> int:
+        """Start of the data of the host's `index`-th rank."""
+        return self.counters(index) + _pages(4 * self.counters_per_rank)
+
+    @property
+    def total(self) -> int:
+        """Size of the whole mapping."""
+        return self.counters(self.ranks)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def _check_sizes(sizes: list[list[int]], rank: int) -> None:
     """Sizes are compared before they are judged, so that all ranks take the same way out."""
     for other, theirs in enumerate(sizes):
@@ -351,3 +281,66 @@ def _map(fd: int, size: int) -> Tensor:
             return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(str(error).splitlines()[0]) from error
+
+
+def host_id() -> str:
+    """A name that two processes have in common exactly if they run on one host: share a network card, and memory.
+
+    The kernel's boot id tells machines apart, the network namespace tells the lab's hosts apart on one
+    machine. The hostname is not used: containers of one machine have different ones, and cloned images the
+    same. Containers may share the card and still not see each other's processes, which is how memory is shared:
+    what is apart in that, or runs as another user, counts as another host.
+
+    >>> host_id() == host_id()
+    True
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    net, pid, user = map(_namespace, ("net", "pid", "user"))
+    return f"{boot}/net:{net}{_MEMORY}pid:{pid}/user:{user}:{os.geteuid()}"
+
+
+def _namespace(kind: str) -> int:
+    try:
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    except FileNotFoundError:  # a kernel without namespaces of this kind
+        return 0
+
+
+def hosts_of(pg: ProcessGroup, *, timeout: float, store: Store | None = None) -> tuple[int, ...]:
+    """The host index of each rank of `pg`, the same on every rank. Collective over `pg`, through its store.
+
+    `store` is for groups that torch.distributed does not know; it must be private to this group.
+    """
+    return number_hosts(host_ids_of(pg, timeout=timeout, store=store))
+
+
+def host_ids_of(pg: ProcessGroup, *, timeout: float, store: Store | None = None) -> list[str]:
+    """The `host_id` of each rank of `pg`. Collective, as `hosts_of`."""
+    with meeting(pg, "hosts", ("enter",), deadline=Deadline.after(timeout), store=store) as held:
+        return held.gather("enter", host_id())
+
+
+def number_hosts(ids: Sequence[str]) -> tuple[int, ...]:
+    """The host index of each rank from its host id; hosts are numbered in the order of their first rank.
+
+    >>> number_hosts(["b", "b", "a", "b"])
+    (0, 0, 1, 0)
+    """
+    index = {name: i for i, name in enumerate(dict.fromkeys(ids))}
+    return tuple(index[name] for name in ids)
+
+
+def why_apart(ids: Sequence[str]) -> str:
+    """Why ranks of one machine count as several hosts; "" where none do.
+
+    >>> why_apart(["a/net:1 pid:2/user:3:0", "a/net:1 pid:9/user:3:0"])
+    'ranks 0, 1 share a network card but not memory: other PID namespaces or users'
+    """
+    cards: dict[str, list[int]] = {}
+    for rank, name in enumerate(ids):
+        cards.setdefault(name.split(_MEMORY)[0], []).append(rank)
+    split = [ranks for ranks in cards.values() if len({ids[rank] for rank in ranks}) > 1]
+    if not split:
+        return ""
+    who = "; ranks ".join(", ".join(map(str, ranks)) for ranks in split)
+    return f"ranks {who} share a network card but not memory: other PID namespaces or users"

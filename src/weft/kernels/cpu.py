@@ -1,10 +1,7 @@
-"""The native core on torch tensors: checks what it gets, then hands addresses to C++ with the GIL released.
+"""The native core on torch tensors: packed weights, `linear`, and the row operations (norms, sums of table rows, ...).
 
-The core never checks again, so nothing may pass here that would make it read or write out of bounds.
-
-The native row operations on torch tensors: norms, sums of table rows, rotary positions, gates.
-
-Like `weft.kernels.cpu`, this is where shapes are checked: the core never checks again.
+Each function checks what it gets, then hands addresses to C++ with the GIL released. The core never checks again, so
+nothing may pass here that would make it read or write out of bounds.
 """
 
 from __future__ import annotations
@@ -18,16 +15,19 @@ from torch import Tensor
 
 from weft import _core
 from weft.errors import PeerTimeout
-from weft.kernels.tiles import Ready, Rows, TileOutput, TileSchedule
+from weft.kernels.tiles import TILE_N_MULTIPLE, Ready, Rows, TileOutput, TileSchedule
 
 ACTIVATIONS: dict[str | None, int] = {None: 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "relu": 4}
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-_MAX_THREADS = 1024
-_HUGE_BYTES = 4 << 20
 FASTEST = _core.available_isas()[0]
 LAYOUT = FASTEST
 TORCH_MULTIPLIES = frozenset((torch.float32,))  # needs no packing; its bfloat16 matmul is many times slower
 TAKES_ADDRESSES = True
+MAX_TABLES = 3
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_MAX_THREADS = 1024
+_HUGE_BYTES = 4 << 20
+_NOWHERE = (0, 0)
+_NO_SCHEDULE = _core.Schedule()
 
 
 @cache
@@ -81,62 +81,6 @@ def unpack(packed: Tensor, n: int, k: int, isa_name: str, threads: int) -> Tenso
     return w
 
 
-def _check_packed(packed: Tensor, n: int, k: int, kernels: _core.Kernels) -> None:
-    elements = _core.packed_elements(kernels, n, k)
-    if packed.shape != (elements,) or not packed.is_contiguous() or not packed.is_cpu:
-        raise ValueError(
-            f"a weight [{n}, {k}] packed for {kernels.name} is a contiguous CPU tensor of {elements} elements, "
-            f"got shape {list(packed.shape)} on {packed.device}; make it with PackedWeight.from_dense"
-        )
-
-
-def _bytes_of(t: Tensor) -> tuple[int, int]:
-    """The addresses [first, last) that a tensor of non-negative strides may touch."""
-    if t.numel() == 0:
-        return 0, 0
-    span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + span * t.element_size()
-
-
-def check_overlaps(out: Tensor, **inputs: Tensor | None) -> None:
-    """Refuses an `out` [M, N] that would be written while it is read; `residual` may be `out` itself."""
-    if out.shape[0] > 1 and out.stride(1) == 1 and out.stride(0) < out.shape[1]:
-        raise ValueError(
-            f"rows of out overlap: {list(out.shape)} with strides {out.stride()}; give it memory of its own"
-        )
-    first, last = _bytes_of(out)
-    for name, t in inputs.items():
-        if t is None or (name == "residual" and t.data_ptr() == out.data_ptr() and t.stride() == out.stride()):
-            continue
-        start, end = _bytes_of(t)
-        if start < last and first < end:
-            raise ValueError(f"out shares memory with {name}, which is still being read; give it memory of its own")
-
-
-def _check_like(t: Tensor, name: str, shape: tuple[int, ...], x: Tensor | Rows) -> None:
-    if t.shape != shape or t.dtype != x.dtype or not t.is_cpu:
-        raise ValueError(
-            f"{name} must have shape {list(shape)} and be {x.dtype} on the CPU like x, "
-            f"got {list(t.shape)}, {t.dtype} on {t.device}"
-        )
-
-
-def _check_places(out: TileOutput, schedule: TileSchedule | None, dtype: torch.dtype) -> None:
-    if schedule is None or schedule.tiling != out.tiling:
-        tiling = None if schedule is None else schedule.tiling
-        raise ValueError(f"places for {out.tiling} need a schedule with that tiling, got {tiling}")
-    if out.places and out.places[0].dtype != dtype:
-        raise ValueError(f"out must be {dtype} like x, got {out.places[0].dtype}")
-
-
-def _rows(t: Tensor, name: str) -> tuple[int, int]:
-    """Address and row stride of a matrix whose rows are contiguous."""
-    row, column = t.stride()
-    if column != 1 and t.shape[1] > 1:
-        raise ValueError(f"the rows of {name} must be contiguous, got strides {t.stride()}; call .contiguous()")
-    return t.data_ptr(), row
-
-
 def linear(
     x: Tensor | Rows,
     packed: Tensor,
@@ -161,14 +105,14 @@ def linear(
     if packed.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype} and needs a weight packed from {x.dtype}, got {packed.dtype}")
     _check_packed(packed, n, k, kernels)
-    x_rows = (0, 0) if isinstance(x, Rows) else _rows(x, "x")
+    x_rows = _NOWHERE if isinstance(x, Rows) else _rows(x, "x")
     if isinstance(out, TileOutput):
         _check_places(out, schedule, x.dtype)
-        out_rows = (0, 0)
+        out_rows = _NOWHERE
     else:
         _check_like(out, "out", (m, n), x)
         out_rows = _rows(out, "out")
-    residual_rows = pre_rows = (0, 0)
+    residual_rows = pre_rows = _NOWHERE
     bias_at = 0
     if residual is not None:
         _check_like(residual, "residual", (m, n), x)
@@ -192,22 +136,6 @@ def linear(
         raise PeerTimeout(f"{ready.what}, block {late} ({ready.rows} rows each)", seconds=ready.timeout)
 
 
-_NO_SCHEDULE = _core.Schedule()
-
-
-def _check_counters(counters: Tensor, name: str, at_least: int) -> int:
-    if counters.dtype != torch.int32 or counters.dim() != 1 or not counters.is_contiguous() or not counters.is_cpu:
-        raise ValueError(
-            f"{name} must be a flat contiguous int32 tensor on the CPU, "
-            f"got shape {list(counters.shape)}, {counters.dtype} on {counters.device}"
-        )
-    if counters.data_ptr() % 4:
-        raise ValueError(f"{name} must lie on a multiple of 4 bytes, got address {counters.data_ptr():#x}")
-    if counters.numel() < at_least:
-        raise ValueError(f"{name} needs at least {at_least} counters, got {counters.numel()}")
-    return counters.data_ptr()
-
-
 def _native_schedule(
     m: int, n: int, x: Tensor | Rows, out: Tensor | TileOutput,
     schedule: TileSchedule | None, done: Tensor | None, ready: Ready | None,
@@ -217,7 +145,10 @@ def _native_schedule(
         tiling = schedule.tiling
         if (tiling.m, tiling.n) != (m, n):
             raise ValueError(f"the schedule is for an output [{tiling.m}, {tiling.n}], this one is [{m}, {n}]")
-        tile_m, tile_n = min(tiling.tile_m, max(m, 1)), min(tiling.tile_n, -(-max(n, 1) // 32) * 32)
+        tile_m, tile_n = (
+            min(tiling.tile_m, max(m, 1)),
+            min(tiling.tile_n, -(-max(n, 1) // TILE_N_MULTIPLE) * TILE_N_MULTIPLE),
+        )
         order = schedule.order_table.data_ptr()
         if done is not None:
             groups, sizes = schedule.group_table.data_ptr(), schedule.group_sizes.data_ptr()
@@ -239,18 +170,6 @@ def _native_schedule(
     )  # fmt: skip
 
 
-def fma_loop(*, threads: int = 1, rounds: int = 1_000_000, isa_name: str = "") -> float:
-    """Runs independent fused multiply-adds on each of `threads` threads and returns how many flops that was.
-
-    Timed, it says what the machine gives at best right now.
-    """
-    return _core.fma_loop(isa(isa_name), thread_count(threads), rounds)
-
-
-MAX_TABLES = 3
-_NOWHERE = (0, 0)
-
-
 def norm(
     x: Tensor, weight: Tensor | None, beta: Tensor | None, *, out: Tensor, eps: float, rms: bool = False,
     bias: Tensor | None = None, residual: Tensor | None = None, total: Tensor | None = None,
@@ -265,9 +184,9 @@ def norm(
         if matrix is not None:
             _check(matrix, name, (rows, width), x.dtype)
     _core.norm(
-        isa(isa_name), dtype_code(x.dtype), rms, _row_count(x, "x"), _at(bias),
-        _NOWHERE if residual is None else _row_count(residual, "residual"), _at(weight), _at(beta), eps,
-        _NOWHERE if total is None else _row_count(total, "total"), _row_count(out, "out"), _at(mean), _at(rstd),
+        isa(isa_name), dtype_code(x.dtype), rms, _rows(x, "x"), _at(bias),
+        _NOWHERE if residual is None else _rows(residual, "residual"), _at(weight), _at(beta), eps,
+        _NOWHERE if total is None else _rows(total, "total"), _rows(out, "out"), _at(mean), _at(rstd),
         rows, width, thread_count(threads),
     )  # fmt: skip
 
@@ -286,9 +205,9 @@ def gather(tables: Sequence[tuple[Tensor, Tensor]], *, out: Tensor, isa_name: st
         _check(index, "index", (count,), torch.int64)
         if count and int(index.max()) >= table.shape[0]:
             raise ValueError(f"a table of {table.shape[0]} rows was asked for row {int(index.max())}")
-        native.append((*_row_count(table, "table"), index.data_ptr()))
+        native.append((*_rows(table, "table"), index.data_ptr()))
     _core.gather(
-        isa(isa_name), dtype_code(out.dtype), native, _row_count(out, "out"), count, width, thread_count(threads)
+        isa(isa_name), dtype_code(out.dtype), native, _rows(out, "out"), count, width, thread_count(threads)
     )  # fmt: skip
 
 
@@ -323,19 +242,78 @@ def gate(x: Tensor, *, activation: str, out: Tensor, isa_name: str = "", threads
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {[*ACTIVATIONS]}, got {activation!r}")
     _core.gate(
-        isa(isa_name), dtype_code(x.dtype), _row_count(x, "x"), _row_count(out, "out"), ACTIVATIONS[activation], rows,
+        isa(isa_name), dtype_code(x.dtype), _rows(x, "x"), _rows(out, "out"), ACTIVATIONS[activation], rows,
         width, thread_count(threads),
     )  # fmt: skip
 
 
-def _at(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
+def fma_loop(*, threads: int = 1, rounds: int = 1_000_000, isa_name: str = "") -> float:
+    """Runs independent fused multiply-adds on each of `threads` threads and returns how many flops that was.
+
+    Timed, it says what the machine gives at best right now.
+    """
+    return _core.fma_loop(isa(isa_name), thread_count(threads), rounds)
 
 
-def _row_count(t: Tensor, name: str) -> tuple[int, int]:
-    if t.stride(1) != 1 and t.shape[1] > 1:
-        raise ValueError(f"the rows of {name} must be contiguous, got strides {t.stride()}; call .contiguous()")
-    return t.data_ptr(), t.stride(0)
+def check_overlaps(out: Tensor, **inputs: Tensor | None) -> None:
+    """Refuses an `out` [M, N] that would be written while it is read; `residual` may be `out` itself."""
+    if out.shape[0] > 1 and out.stride(1) == 1 and out.stride(0) < out.shape[1]:
+        raise ValueError(
+            f"rows of out overlap: {list(out.shape)} with strides {out.stride()}; give it memory of its own"
+        )
+    first, last = _bytes_of(out)
+    for name, t in inputs.items():
+        if t is None or (name == "residual" and t.data_ptr() == out.data_ptr() and t.stride() == out.stride()):
+            continue
+        start, end = _bytes_of(t)
+        if start < last and first < end:
+            raise ValueError(f"out shares memory with {name}, which is still being read; give it memory of its own")
+
+
+def _bytes_of(t: Tensor) -> tuple[int, int]:
+    """The addresses [first, last) that a tensor of non-negative strides may touch."""
+    if t.numel() == 0:
+        return 0, 0
+    span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + span * t.element_size()
+
+
+def _check_packed(packed: Tensor, n: int, k: int, kernels: _core.Kernels) -> None:
+    elements = _core.packed_elements(kernels, n, k)
+    if packed.shape != (elements,) or not packed.is_contiguous() or not packed.is_cpu:
+        raise ValueError(
+            f"a weight [{n}, {k}] packed for {kernels.name} is a contiguous CPU tensor of {elements} elements, "
+            f"got shape {list(packed.shape)} on {packed.device}; make it with PackedWeight.from_dense"
+        )
+
+
+def _check_like(t: Tensor, name: str, shape: tuple[int, ...], x: Tensor | Rows) -> None:
+    if t.shape != shape or t.dtype != x.dtype or not t.is_cpu:
+        raise ValueError(
+            f"{name} must have shape {list(shape)} and be {x.dtype} on the CPU like x, "
+            f"got {list(t.shape)}, {t.dtype} on {t.device}"
+        )
+
+
+def _check_places(out: TileOutput, schedule: TileSchedule | None, dtype: torch.dtype) -> None:
+    if schedule is None or schedule.tiling != out.tiling:
+        tiling = None if schedule is None else schedule.tiling
+        raise ValueError(f"places for {out.tiling} need a schedule with that tiling, got {tiling}")
+    if out.places and out.places[0].dtype != dtype:
+        raise ValueError(f"out must be {dtype} like x, got {out.places[0].dtype}")
+
+
+def _check_counters(counters: Tensor, name: str, at_least: int) -> int:
+    if counters.dtype != torch.int32 or counters.dim() != 1 or not counters.is_contiguous() or not counters.is_cpu:
+        raise ValueError(
+            f"{name} must be a flat contiguous int32 tensor on the CPU, "
+            f"got shape {list(counters.shape)}, {counters.dtype} on {counters.device}"
+        )
+    if counters.data_ptr() % 4:
+        raise ValueError(f"{name} must lie on a multiple of 4 bytes, got address {counters.data_ptr():#x}")
+    if counters.numel() < at_least:
+        raise ValueError(f"{name} needs at least {at_least} counters, got {counters.numel()}")
+    return counters.data_ptr()
 
 
 def _check(t: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -345,3 +323,15 @@ def _check(t: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> 
         )
     if t.dim() == 1 and not t.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}; call .contiguous()")
+
+
+def _rows(t: Tensor, name: str) -> tuple[int, int]:
+    """Address and row stride of a matrix whose rows are contiguous."""
+    row, column = t.stride()
+    if column != 1 and t.shape[1] > 1:
+        raise ValueError(f"the rows of {name} must be contiguous, got strides {t.stride()}; call .contiguous()")
+    return t.data_ptr(), row
+
+
+def _at(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()

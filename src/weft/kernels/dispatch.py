@@ -3,7 +3,7 @@
 Everything above calls `kernels_for(tensor)` and nothing else, so no op asks on which device it is. An implementation
 is loaded when it is first needed: a CPU-only machine needs no Triton.
 
-Whether a call may go past torch's dispatcher, which costs as much as a small matmul.
+And `is_plain`: whether a call may go past torch's dispatcher, which costs as much as a small matmul.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ _TABLE: dict[tuple[str, torch.dtype], str] = {
 }
 
 _MODULES = {
-    NATIVE: ("weft.kernels.cpu", "weft.kernels.cpu", "weft.kernels.cpu_attention"),
+    NATIVE: ("weft.kernels.cpu", "weft.kernels.cpu_attention"),
     TRITON: ("weft.kernels.triton",),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """One implementation. The functions have the arguments of those of the same name in `cpu`, `cpu_rows`, and
-    `cpu_attention`.
+    """One implementation. The functions have the arguments of those of the same name in `cpu` and `cpu_attention`.
 
     `layout` names the form that `pack` gives a weight [N, K], of `packed_elements(n, k, layout)` elements.
     `torch_multiplies` are the types in which torch's own matmul of two plain matrices is as fast.
-    `takes_addresses` says that `weft._core` computes on this memory, for who would rather call that itself.
+    `takes_addresses` says that `weft._core` computes on this memory, for callers that hand it addresses (`door`).
     """
 
     name: str

@@ -72,13 +72,22 @@ def offsets_at(offsets: Tensor, *, total: int, what: str = "cu_seqlens") -> int:
     >>> offsets_at(torch.tensor([0, 5], dtype=torch.int32), total=4)
     Traceback (most recent call last):
     ...
-    ValueError: cu_seqlens must start at 0, never fall and end at 4 tokens, got [0, 5]
+    ValueError: cu_seqlens must rise from 0 to the 4 tokens, got [0, 5]
     """
-    if offsets.dim() != 1 or not offsets.numel():
-        raise ValueError(f"{what} has shape {list(offsets.shape)}, expected [sequences + 1]")
-    at = address(offsets, dtype=torch.int32, shape=(offsets.numel(),), what=what)
-    array: Any = offsets.numpy()
-    if array[0] != 0 or array[-1] != total or (array[1:] < array[:-1]).any():
-        shown = str(offsets.tolist()) if offsets.numel() <= 16 else f"{offsets[:16].tolist()}..."
-        raise ValueError(f"{what} must start at 0, never fall and end at {total} tokens, got {shown}")
-    return at
+    check_offsets(offsets, what, total)
+    return offsets.data_ptr()
+
+
+def check_offsets(cu: Tensor, name: str, tokens: int) -> None:
+    """Raises unless the core may read `cu` as the offsets of sequences with `tokens` tokens in all."""
+    if cu.dtype != torch.int32 or cu.dim() != 1 or cu.numel() < 1 or not cu.is_contiguous() or not cu.is_cpu:
+        raise ValueError(
+            f"{name} must be a flat contiguous int32 tensor on the CPU with one entry more than sequences, "
+            f"got {cu.dtype} {list(cu.shape)} on {cu.device}"
+        )
+    values = cu.numpy()
+    if values[0] != 0 or values[-1] != tokens or (values[1:] < values[:-1]).any():
+        raise ValueError(
+            f"{name} must rise from 0 to the {tokens} tokens, got {values[:8].tolist()}"
+            f"{'...' if cu.numel() > 8 else ''}"
+        )

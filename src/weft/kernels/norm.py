@@ -20,7 +20,7 @@ from weft.kernels.dispatch import kernels_for
 from weft.kernels.matmul import activation_grad
 
 
-class Normed(NamedTuple):
+class NormOutput(NamedTuple):
     """What a norm gives: its output, and the sum that it was taken of, which the next residual needs."""
 
     out: Tensor
@@ -30,7 +30,7 @@ class Normed(NamedTuple):
 def add_bias_residual_layernorm(
     x: Tensor, weight: Tensor | None, beta: Tensor | None, *, bias: Tensor | None = None,
     residual: Tensor | None = None, eps: float = 1e-5, isa: str = "", threads: int = 0,
-) -> Normed:  # fmt: skip
+) -> NormOutput:  # fmt: skip
     """layernorm(x + bias + residual) * weight + beta over the last dim: x and residual [M, N], the others [N].
 
     >>> x = torch.randn(3, 8)
@@ -43,7 +43,7 @@ def add_bias_residual_layernorm(
 def rmsnorm(
     x: Tensor, weight: Tensor | None, *, residual: Tensor | None = None, eps: float = 1e-6, isa: str = "",
     threads: int = 0,
-) -> Normed:  # fmt: skip
+) -> NormOutput:  # fmt: skip
     """(x + residual) / rms(x + residual) * weight over the last dim: x and residual [M, N], weight [N]."""
     return _norm(x, None, residual, weight, None, eps, True, isa, threads)
 
@@ -51,9 +51,9 @@ def rmsnorm(
 def _norm(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, beta: Tensor | None, eps: float,
     rms: bool, isa: str, threads: int,
-) -> Normed:  # fmt: skip
+) -> NormOutput:  # fmt: skip
     out, total, _, _ = _norm_op(x, bias, residual, weight, beta, eps, rms, isa, threads)
-    return Normed(out, x if bias is None and residual is None else total)
+    return NormOutput(out, x if bias is None and residual is None else total)
 
 
 @torch.library.custom_op("weft::norm", mutates_args=())

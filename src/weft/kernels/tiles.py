@@ -10,7 +10,8 @@ from torch import Tensor
 
 from weft.comm.deadline import ROWS
 
-TILE_N_MULTIPLE = 32  # a tile starts where a packed panel does, for every instruction set
+TILE_N_MULTIPLE = 32
+"""A tile starts where a packed panel does: the width of a panel divides this (asserted in csrc/isa/matmul.h)."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
-"""The handful of Linux calls that a lab needs and that Python has no name for before 3.12.
+"""The few Linux calls that a lab needs and that Python has no name for before 3.12, and how it starts its own Python.
 
 Everything here acts on the calling process only. Errors are `OSError`s that name the call.
-
-How the lab starts a Python of its own.
 """
 
 from __future__ import annotations

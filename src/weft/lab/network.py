@@ -1,4 +1,4 @@
-"""The wires of a lab: what to tell `ip` and `tc`, as values (pure), and one function that tells them.
+"""The wires of a lab: what to tell `ip` and `tc` (pure), the function that tells them, and whether this machine can.
 
     host 0                 switch                 host 1
     eth0 10.77.0.1 ─────── port0 ── bridge ── port1 ─────── eth0 10.77.0.2
@@ -9,8 +9,6 @@ the kernel removes every namespace, link and queue when the lab's processes are 
 The fabric loses nothing, like one with credits: what may be under way on a connection is bounded by its
 receive window, and the queues hold that. (Rejected: short queues that drop. An incast then waits 200 ms for
 TCP's shortest retransmission timer, and no two runs are alike.)
-
-Whether this machine can make a lab with rate-limited links, and if not, why and what to do about it.
 """
 
 from __future__ import annotations
@@ -233,7 +231,7 @@ def _write_settings(step: NetworkStep) -> None:
 
 
 def namespaces_available() -> tuple[bool, str]:
-    """(True, what works) or (False, what is missing and the remedy).
+    """Whether this machine can make a lab: (True, what works) or (False, what is missing and the remedy).
 
     It makes a real lab's namespaces and links for one host in a process of its own (without torch, in a
     fraction of a second); the kernel takes them away with that process.

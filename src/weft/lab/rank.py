@@ -96,7 +96,7 @@ def _run(spec: Spec, job: LabJob, seat: Seat) -> Ending:
         data = pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
     except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank too, and the caller must know
         seconds = time.monotonic()
-        outside = error.__traceback__ and error.__traceback__.tb_next  # this very function is no news
+        outside = error.__traceback__ and error.__traceback__.tb_next  # without this function
         detail = "".join(traceback.format_exception(type(error), error, outside))
         return Ending(seat.rank, How.RAISED, seconds, _one_line(error), detail)
     return Ending(seat.rank, How.RETURNED, time.monotonic(), data=data)

@@ -1,4 +1,4 @@
-"""The lab's own processes: a guard, and under it the zygote that imports torch once and forks the ranks.
+"""The lab's own processes: a guard, and under it the zygote that imports torch once, forks the ranks and watches them.
 
     caller ── guard ── zygote ─┬─ rank 0
                                └─ rank 1 ...
@@ -15,15 +15,27 @@ import gc
 import importlib
 import os
 import select
+import selectors
+import shutil
+import signal
+import socket
 import sys
+import time
 import traceback
-from multiprocessing import process, spawn
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe, current_process, spawn
 from multiprocessing.connection import Connection
 
 from weft.errors import LabUnavailable
 from weft.lab import linux, network
-from weft.lab.spec import Ending, LabJob, Refusal, Spec
-from weft.lab.supervise import CallerGone, run_job
+from weft.lab.rank import STACKS_SIGNAL, Seat, rank_main
+from weft.lab.spec import Ending, How, LabJob, Refusal, Spec
+
+GRACE = 2.0
+"""Seconds that ranks have to raise by themselves after another's failure, and to exit after the end."""
+_STACKS_WAIT = 2.0  # for the stacks of hanging ranks; one that is stopped (SIGSTOP) never writes them
 
 
 def main(fd: int, caller: int) -> None:
@@ -97,7 +109,7 @@ def _import_once() -> None:
 
 def _find_function(job: LabJob) -> None:
     """Does what multiprocessing does in a spawned child, so that the ranks can unpickle the function."""
-    current = process.current_process()
+    current = current_process()
     current._inheriting = True  # type: ignore[attr-defined]  # lets `Cluster` refuse to start from here
     try:
         spawn.prepare(dict(job.preparation))
@@ -105,3 +117,217 @@ def _find_function(job: LabJob) -> None:
     finally:
         del current._inheriting  # type: ignore[attr-defined]
     sys.stdout.flush()
+
+
+class CallerGone(Exception):
+    """The process that asked for the run has closed its end: nobody waits for the answer."""
+
+
+def run_job(spec: Spec, job: LabJob, namespaces: Sequence[int], control: Connection) -> list[Ending]:
+    """The endings of all ranks, by rank. Raises CallerGone when `control` closes meanwhile."""
+    start = time.monotonic()
+    memories = _make_memories(spec)
+    processes: list[_Process] = []
+    try:
+        with _listen(namespaces) as store:
+            for rank in range(spec.world):
+                host = rank // spec.devices
+                ours, theirs = Pipe()
+                seat = Seat(
+                    rank=rank,
+                    network=namespaces[host] if namespaces else None,
+                    memory=memories[host] if memories else None,
+                    store=store.fileno(),
+                    port=store.getsockname()[1],
+                    reports=theirs,
+                    stacks=os.memfd_create("weft-lab-stacks"),
+                )
+                not_theirs = [control, ours, *(process.reports for process in processes)]
+                processes.append(_fork(spec, job, seat, ours, not_theirs, store))
+        _Watch(processes, control, start).until_ended(start + job.run.timeout)
+        return [process.ending for process in processes if process.ending is not None]
+    finally:
+        linux.kill_children()
+        for process in processes:
+            process.close()
+        for memory in memories:
+            shutil.rmtree(memory)
+
+
+def _make_memories(spec: Spec) -> list[str]:
+    """A directory for each host in the lab's own /dev/shm; on plain loopback there is no such thing."""
+    if spec.gbps is None:
+        return []
+    memories = [f"/dev/shm/host{host}" for host in range(spec.hosts)]
+    for memory in memories:
+        os.mkdir(memory)
+        os.chmod(memory, 0o1777)  # what /dev/shm has
+    return memories
+
+
+def _listen(namespaces: Sequence[int]) -> socket.socket:
+    """The rendezvous' listening socket on host 0. It exists before any rank does, so none has to retry."""
+    if not namespaces:
+        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    with linux.inside(namespaces[0]):
+        return socket.create_server((network.address(0), 0), backlog=1024)
+
+
+@dataclass
+class _Process:
+    """A forked rank. `ending` is None until it is known.
+
+    heard:  nothing more will be read from `reports`
+    lost:   the last time at which it was known to live, once it exits
+    exited: it is gone and reaped
+    """
+
+    rank: int
+    pid: int
+    pidfd: int
+    reports: Connection
+    stacks: int
+    ending: Ending | None = None
+    heard: bool = False
+    lost: float | None = None
+    exited: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.ending is not None and self.ending.how in (How.RAISED, How.DIED)
+
+    def stack(self) -> str:
+        return os.pread(self.stacks, 1 << 20, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+        os.close(self.stacks)
+        self.reports.close()
+
+
+def _fork(
+    spec: Spec, job: LabJob, seat: Seat, ours: Connection, not_theirs: list[Connection], store: socket.socket
+) -> _Process:
+    sys.stdout.flush()  # or the rank would print it once more
+    zygote = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for connection in not_theirs:
+                connection.close()
+            if seat.rank != 0:
+                store.close()  # so that it closes with rank 0
+            rank_main(spec, job, seat, zygote)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    seat.reports.close()
+    return _Process(seat.rank, pid, os.pidfd_open(pid), ours, seat.stacks)
+
+
+class _Watch:
+    """The loop over what the ranks report and how their processes end."""
+
+    def __init__(self, processes: Sequence[_Process], control: Connection, start: float) -> None:
+        self.processes = processes
+        self.control = control
+        self.seen = start  # no process that is not `lost` was exiting at this time
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(control, selectors.EVENT_READ)
+        for process in processes:
+            self.selector.register(process.reports, selectors.EVENT_READ, process)
+            self.selector.register(process.pidfd, selectors.EVENT_READ, process)
+
+    def until_ended(self, deadline: float) -> None:
+        """Returns when every process has an ending: its own, or the one that its time being over gave it."""
+        with self.selector:
+            failed = False
+            while any(process.ending is None for process in self.processes):
+                if not self._next_events(deadline):
+                    self._give_up(How.STOPPED if failed else How.STUCK)
+                if not failed and any(process.failed for process in self.processes):
+                    failed = True
+                    deadline = time.monotonic() + GRACE
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Tells those that wait to exit, and gives them and those that raised the time to do so."""
+        going = [process for process in self.processes if not process.exited]
+        for process in going:
+            if process.ending is not None and process.ending.how is How.RETURNED:
+                with suppress(OSError):  # it may have died just now
+                    process.reports.send(None)
+        deadline = time.monotonic() + GRACE
+        while not all(process.exited for process in going) and self._next_events(deadline):
+            pass
+
+    def _next_events(self, deadline: float) -> bool:
+        """Waits for something to happen and takes note of it; False when nothing did until the deadline."""
+        events = self.selector.select(max(0.0, deadline - time.monotonic()))
+        if not events:
+            return False
+        # An exiting process closes its connections before its end shows here, so what its peers raise can
+        # reach us first. It is exiting by then, though, and so gets the earlier time of the two.
+        now = time.monotonic()
+        for process in self.processes:
+            if process.lost is None and not process.exited and linux.is_exiting(process.pid):
+                process.lost = self.seen
+        for key, _ in events:
+            if key.fileobj is self.control:
+                raise CallerGone
+            process = key.data
+            if key.fileobj is not process.reports:
+                self._bury(process)
+            elif not process.heard:
+                self._hear(process)
+        self.seen = now
+        return True
+
+    def _hear(self, process: _Process) -> None:
+        with suppress(EOFError, OSError):  # it is dying: how, its pidfd will tell
+            process.ending = process.reports.recv()
+        process.heard = True
+        self.selector.unregister(process.reports)
+
+    def _bury(self, process: _Process) -> None:
+        self.selector.unregister(process.pidfd)
+        process.exited = True
+        if not process.heard and process.reports.poll():
+            self._hear(process)  # its last word came with its death
+        _, status = os.waitpid(process.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if process.ending is None or (code != 0 and process.ending.how is How.RETURNED):
+            late = " after it had returned" if process.ending is not None else ""
+            assert process.lost is not None
+            process.ending = Ending(process.rank, How.DIED, process.lost, _exit_text(code) + late, process.stack())
+
+    def _give_up(self, how: How) -> None:
+        running = [process for process in self.processes if process.ending is None]
+        if how is How.STUCK:
+            _ask_for_stacks(running)
+        for process in running:
+            detail = process.stack() or "  no stack: the process did not answer"
+            process.ending = Ending(process.rank, how, time.monotonic(), "it was still running", detail)
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    return f"killed by {name}"
+
+
+def _ask_for_stacks(processes: Sequence[_Process]) -> None:
+    """Has every process write its stacks, and waits until all have, or until one clearly will not."""
+    for process in processes:
+        os.kill(process.pid, STACKS_SIGNAL)
+    deadline = time.monotonic() + _STACKS_WAIT
+    before: list[str] = []
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = [process.stack() for process in processes]
+        if all(now) and now == before:
+            return
+        before = now

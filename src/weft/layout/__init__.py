@@ -5,8 +5,8 @@ a tensor, with torch's own placements: `Shard(dim)` cuts a *dim* by the rule of 
 cuts it into the sizes that are given, `Replicate()` copies, `Partial()` leaves terms that are still to be
 summed. Several axes may cut one dim, one after the other.
 
-layout  `Layout`, and the papers' notation of it
-mesh    `Mesh`, and `DeclaredCluster`: the hosts and the rates of their network cards, as values
+mesh    `Mesh`, and `DeclaredCluster`: the rates of the hosts' network cards
+layout  `Layout`, `ShardSizes`, boxes, and the papers' notation
 
 The papers write a layout by dims instead: `S0RR` is dim 0 cut along axis 0; `RS01R` is dim 1 cut along axis 0,
 and each part along axis 1. We add `P1` at the end for terms along axis 1: `S0RP1`.

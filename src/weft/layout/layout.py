@@ -1,7 +1,4 @@
-"""`Layout`: what each axis of a mesh does to a tensor, and so which rank holds which box.
-
-The papers' notation of layouts: `S0RR`, `RS01R`, and `P1` for terms; sizes that are given follow in braces.
-"""
+"""`Layout`: what each axis of a mesh does to a tensor, and so which rank holds which box; and its notation."""
 
 from __future__ import annotations
 
@@ -201,8 +198,14 @@ class Layout:
         >>> Layout(Mesh.grid(2, 4), [Shard(1), Shard(1)], order=(1, 0)).notation(3)
         'RS10R'
         """
-
-        return format_layout(self, ndim)
+        text = ""
+        for axes in self.dim_axes(ndim):
+            cuts = "".join(f"{axis}{_sizes_text(self.placements[axis])}" for axis in axes)
+            text += f"S{cuts}" if axes else "R"
+        for axis, placement in enumerate(self.placements):
+            if isinstance(placement, Partial):
+                text += f"P{axis}" + ("" if placement.reduce_op == "sum" else f"{{{placement.reduce_op}}}")
+        return text
 
     @classmethod
     def parse(cls, mesh: Mesh, notation: str) -> Layout:
@@ -211,44 +214,25 @@ class Layout:
         >>> Layout.parse(Mesh.grid(2, 4), "RS01R").placements
         (Shard(dim=1), Shard(dim=1))
         """
-
-        return parse_layout(mesh, notation)
+        placements: list[Placement | ShardSizes] = [Replicate() for _ in mesh.shape]
+        order: list[int] = []
+        dim = 0
+        tokens = re.findall(r"R|S(?:\d(?:\{[\d,]*\})?)+|P\d(?:\{\w+\})?", notation)
+        if "".join(tokens) != notation:
+            raise _bad_notation(notation, "S and R with axes, such as S0RR or RS01R, and P1 for terms")
+        for token in tokens:
+            for axis, inner in ((int(a), b) for a, b in re.findall(r"(\d)(?:\{([^}]*)\})?", token)):
+                if axis >= len(mesh.shape) or axis in order:
+                    raise _bad_notation(notation, f"each of the {len(mesh.shape)} mesh axes at most once")
+                order.append(axis)
+                placements[axis] = _placement(token[0], dim, inner)
+            dim += token[0] != "P"
+        order += [axis for axis in range(len(mesh.shape)) if axis not in order]
+        return cls(mesh, tuple(placements), tuple(order))
 
 
 def _dim(placement: Placement | ShardSizes) -> int | None:
     return int(placement.dim) if isinstance(placement, Shard | ShardSizes) else None
-
-
-def format_layout(layout: Layout, ndim: int) -> str:
-    """A layout of a tensor of `ndim` dims as text."""
-    text = ""
-    for axes in layout.dim_axes(ndim):
-        cuts = "".join(f"{axis}{_sizes_text(layout.placements[axis])}" for axis in axes)
-        text += f"S{cuts}" if axes else "R"
-    for axis in layout.partial_axes:
-        placement = layout.placements[axis]
-        assert isinstance(placement, Partial)
-        text += f"P{axis}" + ("" if placement.reduce_op == "sum" else f"{{{placement.reduce_op}}}")
-    return text
-
-
-def parse_layout(mesh: Mesh, notation: str) -> Layout:
-    """The layout of a text on `mesh`."""
-    placements: list[Placement | ShardSizes] = [Replicate() for _ in mesh.shape]
-    order: list[int] = []
-    dim = 0
-    tokens = re.findall(r"R|S(?:\d(?:\{[\d,]*\})?)+|P\d(?:\{\w+\})?", notation)
-    if "".join(tokens) != notation:
-        raise _bad_notation(notation, "S and R with axes, such as S0RR or RS01R, and P1 for terms")
-    for token in tokens:
-        for axis, inner in ((int(a), b) for a, b in re.findall(r"(\d)(?:\{([^}]*)\})?", token)):
-            if axis >= len(mesh.shape) or axis in order:
-                raise _bad_notation(notation, f"each of the {len(mesh.shape)} mesh axes at most once")
-            order.append(axis)
-            placements[axis] = _placement(token[0], dim, inner)
-        dim += token[0] != "P"
-    order += [axis for axis in range(len(mesh.shape)) if axis not in order]
-    return Layout(mesh, tuple(placements), tuple(order))
 
 
 def _placement(letter: str, dim: int, inner: str) -> Placement | ShardSizes:

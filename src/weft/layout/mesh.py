@@ -1,8 +1,6 @@
-"""Whole numbers: arrays of them, and lists of them as short text.
+"""`Mesh`: ranks in an array, and the host of each. `DeclaredCluster`: the rates of the hosts' network cards.
 
-`Mesh`: ranks in an array, and the host of each.
-
-What the machines are: hosts and the rates of their network cards, as declared values.
+Both print, and parse back; runs of whole numbers are written short (`format_ints`).
 """
 
 from __future__ import annotations
@@ -18,45 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-
-
-def format_ints(values: Iterable[int]) -> str:
-    """Whole numbers, with runs and repeats written short; `parse_ints` reads it.
-
-    >>> format_ints([0, 1, 2, 3, 7, 7, 7, 5])
-    '0-3,7*3,5'
-    """
-    runs: list[list[int]] = []  # first value, step (0 or 1), count
-    for value in values:
-        run = runs[-1] if runs else None
-        if run and run[2] == 1 and value - run[0] in (0, 1):
-            run[1:] = [value - run[0], 2]
-        elif run and run[2] > 1 and value == run[0] + run[1] * run[2]:
-            run[2] += 1
-        else:
-            runs.append([value, 1, 1])
-    return ",".join(_run_text(*run) for run in runs)
-
-
-def _run_text(first: int, step: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}-{first + count - 1}" if step else f"{first}*{count}"
-
-
-def parse_ints(text: str) -> tuple[int, ...]:
-    """The numbers that `format_ints` wrote.
-
-    >>> parse_ints("0-3,7*3,5")
-    (0, 1, 2, 3, 7, 7, 7, 5)
-    """
-    values: list[int] = []
-    for part in text.split(",") if text else []:
-        if "*" in part:
-            value, count = part.split("*")
-            values += [int(value)] * int(count)
-        else:
-            first, _, last = part.partition("-")
-            values += range(int(first), int(last or first) + 1)
-    return tuple(values)
 
 
 @dataclass(frozen=True)
@@ -138,6 +97,10 @@ class Mesh:
         return cls(parse_ints(ranks), sizes, parse_ints(hosts), tuple(axes.split(",")) if axes else ())
 
 
+def _flat(array: NDArray[Any]) -> tuple[int, ...]:
+    return tuple(int(x) for x in array.reshape(-1))
+
+
 def check_ranks(ranks: Iterable[int], real: Mapping[int, int]) -> None:
     """All ranks of meshes must be in the process group, `real`: the host of each of its ranks."""
     missing = [rank for rank in ranks if rank not in real]
@@ -163,10 +126,6 @@ def check_hosts(meshes: Iterable[Mesh], real: Mapping[int, int]) -> None:
                     f"meshes have ranks {first} and {rank} on host {host}, but they run on different hosts; give each "
                     "rank the host that it runs on (weft.comm.Group.hosts), or a DeviceMesh, and hosts are found"
                 )
-
-
-def _flat(array: NDArray[Any]) -> tuple[int, ...]:
-    return tuple(int(x) for x in array.reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -232,3 +191,42 @@ class DeclaredCluster:
             raise ValueError(
                 f"got the cluster {text!r}, expected one such as {str(cls((1.0, 1.0)))!r} ({error})"
             ) from error
+
+
+def format_ints(values: Iterable[int]) -> str:
+    """Whole numbers, with runs and repeats written short; `parse_ints` reads it.
+
+    >>> format_ints([0, 1, 2, 3, 7, 7, 7, 5])
+    '0-3,7*3,5'
+    """
+    runs: list[list[int]] = []  # first value, step (0 or 1), count
+    for value in values:
+        run = runs[-1] if runs else None
+        if run and run[2] == 1 and value - run[0] in (0, 1):
+            run[1:] = [value - run[0], 2]
+        elif run and run[2] > 1 and value == run[0] + run[1] * run[2]:
+            run[2] += 1
+        else:
+            runs.append([value, 1, 1])
+    return ",".join(_run_text(*run) for run in runs)
+
+
+def _run_text(first: int, step: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}" if step else f"{first}*{count}"
+
+
+def parse_ints(text: str) -> tuple[int, ...]:
+    """The numbers that `format_ints` wrote.
+
+    >>> parse_ints("0-3,7*3,5")
+    (0, 1, 2, 3, 7, 7, 7, 5)
+    """
+    values: list[int] = []
+    for part in text.split(",") if text else []:
+        if "*" in part:
+            value, count = part.split("*")
+            values += [int(value)] * int(count)
+        else:
+            first, _, last = part.partition("-")
+            values += range(int(first), int(last or first) + 1)
+    return tuple(values)

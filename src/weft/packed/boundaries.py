@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import Unsupported
-from weft.kernels import cpu_attention
+from weft.kernels import door
 
 MOST_TOKENS = torch.iinfo(torch.int32).max
 
@@ -55,7 +55,7 @@ def check_offsets(cu: Any, tokens: int, name: str = "cu_seqlens") -> None:
     """Raises unless `cu` is what the core may read as offsets of texts with `tokens` tokens in all."""
     if not isinstance(cu, Tensor):
         raise ValueError(f"{name} must be an int32 tensor of sequences + 1 offsets, got {type(cu).__name__}")
-    cpu_attention.check_offsets(cu.cpu(), name, tokens)
+    door.check_offsets(cu.cpu(), name, tokens)
 
 
 def starts_of(shape: tuple[int, int], arguments: Mapping[str, Any], *, positions_split: bool) -> Tensor | None:

@@ -3,12 +3,19 @@
 `plan_reshard` makes a plan (pure); `reshard` and `reshard_state_dict` make and execute one; `Executor` executes
 a plan again and again.
 
-    units, demands, flow, assign, search, open_shop, chunks -> planner, plan, text    from layouts to a plan (pure)
-    script, simulate                        what each rank does in it, and when (pure)
-    execute, lanes, parts, staging          doing it
-    terms, memory                           what elements and tensors must be like
-    api, arguments, sides, describe, job, autograd, dtensor, progress     the functions, from a user's tensors to a plan
-    reference                               the same in plain torch
+api        the two functions: a user's arguments, checked; the result and its gradient
+describe   what ranks tell each other of their tensors, joined
+tensors    users' tensors: the layouts of DTensors, what their memory must be like
+spec       what is asked: tensors with both layouts, reductions and casts, the table of strategies
+planner    from that to a plan, through units, senders and order
+units      which box goes from which ranks to which; streams and demands
+senders    who sends what, by maximum flow; the lower bound
+order      in which order: an open shop; chunks, and hops from rank to rank
+paper      senders and order by search, as the paper does it, for comparison
+plan       the plan: prints, parses back, knows its bound
+simulate   when each hop will happen
+executor/  the I/O
+reference  the same in plain torch
 """
 
 import sys
@@ -16,13 +23,13 @@ from types import ModuleType
 from typing import Any
 
 from weft.reshard.api import reshard, reshard_state_dict
+from weft.reshard.describe import Source
 from weft.reshard.executor.executor import Executor
 from weft.reshard.executor.job import Handle
 from weft.reshard.executor.workers import Pending
 from weft.reshard.plan import Plan, Traffic
-from weft.reshard.planner import STRATEGIES, plan_reshard, plan_tensors
-from weft.reshard.sides import Source
-from weft.reshard.units import TensorSpec
+from weft.reshard.planner import plan_reshard, plan_tensors
+from weft.reshard.spec import STRATEGIES, TensorSpec
 
 __all__ = [
     "STRATEGIES",

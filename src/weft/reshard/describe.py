@@ -2,39 +2,71 @@
 
 A trainer knows its shards, an inference engine its own, a stage of a pipeline its layers: every rank says what it has,
 and all read all of it. What two ranks say of one tensor must be the same, or both are named. Ranks that say the same
-post it once. The texts are JSON in the group's store, of bounded size; nothing is unpickled.
+post it once.
+
+The texts are JSON in the group's store, of bounded size; nothing is unpickled. What comes from another rank is believed
+only as far as it can be checked: numbers are whole and in range, ranks are those of the group, and nothing is made that
+is larger than the text itself.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from weft.comm import Group
 from weft.comm.deadline import Deadline
 from weft.comm.tell import Meeting
 from weft.errors import PeerMismatch
-from weft.layout import Layout
-from weft.reshard.sides import Side, Source, Target, parse_side, read_source, read_target, side_text
+from weft.layout import Layout, Mesh, ShardSizes
+from weft.reshard.spec import LINEAR, TensorSpec
 from weft.reshard.tensors import Tie
-from weft.reshard.terms import LINEAR
-from weft.reshard.units import TensorSpec
 
 MOST_BYTES = 1 << 24
 """What a rank may say of one side: some 100,000 tensors."""
 _MOST_COMPLAINT = 4096
+_MOST_DIMS = 64
+_LARGEST = 2**62
 
 
-Said = tuple[int, dict[str, Side], list[Tie]]
-"""What a rank said of one side."""
+@dataclass(frozen=True)
+class Source:
+    """What a tensor is before the move."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Target:
+    """What it is to become.
+
+    dtype:         None for the source's own
+    only_floating: tensors of other types keep theirs
+    shape:         the whole tensor's, where it is known on this side
+    """
+
+    layout: Layout
+    dtype: torch.dtype | None = None
+    only_floating: bool = False
+    shape: tuple[int, ...] | None = None
+
+
+Side = TypeVar("Side", Source, Target)
+SideReport = tuple[int, dict[str, Side], list[Tie]]
+"""What a rank says of one side: its number, the tensors by name, and which names are one memory."""
 
 
 @dataclass
-class Word:
+class RankRequest:
     """What a rank says before a move.
 
     ask:       which function was called with which options; the same on all ranks
@@ -56,23 +88,23 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What all ranks know then: the tensors to move, whether they are differentiated, and the number of the move."""
+class JointRequest:
+    """What all ranks together ask for: the tensors to move, whether they are differentiated, the number of the call."""
 
     specs: tuple[TensorSpec, ...]
     differentiable: bool
     number: int
 
 
-def exchange(group: Group, ranks: Sequence[int], word: Word) -> Known:
+def exchange(group: Group, ranks: Sequence[int], request: RankRequest) -> JointRequest:
     """All that any rank says, joined. Collective; `ranks` are those of the group.
 
     A rank with a problem raises it here, and all others say what it is.
     """
     deadline = Deadline.after(group.timeout)
     meeting = Meeting(group.pg, "reshard", ("has", "src", "dst"), deadline=deadline, store=None)
-    texts, problem = _texts(word)
-    rows = meeting.gather("has", _row(word, texts, problem))
+    texts, problem = _texts(request)
+    rows = meeting.gather("has", _row(request, texts, problem))
     if problem is not None:
         raise problem
     for rank, row in enumerate(rows):
@@ -82,35 +114,18 @@ def exchange(group: Group, ranks: Sequence[int], word: Word) -> Known:
     sources = _read(meeting, "src", rows, texts, read_source, ranks)
     targets = _read(meeting, "dst", rows, texts, read_target, ranks)
     specs = join(sources, targets)
-    return Known(specs, _is_differentiable(rows, specs, ranks), meeting.number)
+    return JointRequest(specs, _is_differentiable(rows, specs, ranks), meeting.number)
 
 
-def _read(
-    meeting: Meeting,
-    step: str,
-    rows: Sequence[Mapping[str, Any]],
-    texts: Mapping[str, str | None],
-    read: Callable[[Any, Sequence[Layout]], Side],
-    ranks: Sequence[int],
-) -> list[Said[Side]]:
-    """What ranks say of one side; of those that say the same, the first one speaks."""
-    first = {str(row[step]): rank for rank, row in reversed(list(enumerate(rows))) if row[step] is not None}
-    speakers = sorted(first.values())
-    if meeting.rank in speakers:
-        meeting.post(step, texts[step])
-    found: list[Said[Side]] = []
-    for rank, text in zip(speakers, meeting.read(step, speakers), strict=True):
-        side, ties = parse_side(text, read, ranks, most=MOST_BYTES)
-        found.append((ranks[rank], side, ties))
-    return found
-
-
-def _texts(word: Word) -> tuple[dict[str, str | None], Exception | None]:
+def _texts(request: RankRequest) -> tuple[dict[str, str | None], Exception | None]:
     """What this rank says of both sides, and its problem: something that cannot be said is one too."""
-    if word.problem is not None:
-        return {"src": None, "dst": None}, word.problem
+    if request.problem is not None:
+        return {"src": None, "dst": None}, request.problem
     try:
-        texts = {"src": side_text(word.sources, word.source_ties), "dst": side_text(word.targets, word.target_ties)}
+        texts = {
+            "src": side_text(request.sources, request.source_ties),
+            "dst": side_text(request.targets, request.target_ties),
+        }
     except (TypeError, ValueError, AttributeError) as error:
         return {"src": None, "dst": None}, error
     longest = max(len(text or "") for text in texts.values())
@@ -121,14 +136,14 @@ def _texts(word: Word) -> tuple[dict[str, str | None], Exception | None]:
     )
 
 
-def _row(word: Word, texts: Mapping[str, str | None], problem: Exception | None) -> dict[str, Any]:
+def _row(request: RankRequest, texts: Mapping[str, str | None], problem: Exception | None) -> dict[str, Any]:
     complaint = None
     if problem is not None:
         kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
         complaint = f"{kind}{problem}"[:_MOST_COMPLAINT]
     digests = {step: text and hashlib.sha256(text.encode()).hexdigest() for step, text in texts.items()}
-    flags = {"gradient": word.gradient, "recording": word.recording, "writes": word.writes}
-    return {**digests, **flags, "ask": word.ask, "problem": complaint}
+    flags = {"gradient": request.gradient, "recording": request.recording, "writes": request.writes}
+    return {**digests, **flags, "ask": request.ask, "problem": complaint}
 
 
 def _check_same(asks: Sequence[str], ranks: Sequence[int]) -> None:
@@ -136,6 +151,26 @@ def _check_same(asks: Sequence[str], ranks: Sequence[int]) -> None:
     if len(set(asks)) > 1:
         sides = "".join(f"\n  rank {rank}: {ask}" for rank, ask in zip(ranks, asks, strict=True))
         raise PeerMismatch(f"ranks are about to do different things:{sides}")
+
+
+def _read(
+    meeting: Meeting,
+    step: str,
+    rows: Sequence[Mapping[str, Any]],
+    texts: Mapping[str, str | None],
+    read: Callable[[Any, Sequence[Layout]], Side],
+    ranks: Sequence[int],
+) -> list[SideReport[Side]]:
+    """What ranks say of one side; of those that say the same, the first one speaks."""
+    first = {str(row[step]): rank for rank, row in reversed(list(enumerate(rows))) if row[step] is not None}
+    speakers = sorted(first.values())
+    if meeting.rank in speakers:
+        meeting.post(step, texts[step])
+    found: list[SideReport[Side]] = []
+    for rank, text in zip(speakers, meeting.read(step, speakers), strict=True):
+        side, ties = parse_side(text, read, ranks, most=MOST_BYTES)
+        found.append((ranks[rank], side, ties))
+    return found
 
 
 def _is_differentiable(rows: Sequence[Mapping[str, Any]], specs: Sequence[TensorSpec], ranks: Sequence[int]) -> bool:
@@ -160,7 +195,7 @@ def _is_differentiable(rows: Sequence[Mapping[str, Any]], specs: Sequence[Tensor
     return specs[0].dst_dtype.is_floating_point or specs[0].dst_dtype.is_complex
 
 
-def join(sources: Sequence[Said[Source]], targets: Sequence[Said[Target]]) -> tuple[TensorSpec, ...]:
+def join(sources: Sequence[SideReport[Source]], targets: Sequence[SideReport[Target]]) -> tuple[TensorSpec, ...]:
     """The tensors of a plan from what ranks said of both sides, which must name the same ones."""
     if not sources or not targets:
         missing = "destination" if sources else "source"
@@ -219,3 +254,137 @@ def _final(source: Source, target: Target) -> torch.dtype:
     if target.dtype is None or (target.only_floating and not source.dtype.is_floating_point):
         return source.dtype
     return target.dtype
+
+
+def side_text(side: Mapping[str, Source] | Mapping[str, Target], ties: Sequence[tuple[str, str]]) -> str | None:
+    """What a rank says of its sources or its destinations; None where it has none. Meshes and layouts are said once."""
+    if not side:
+        return None
+    meshes: dict[Mesh, int] = {}
+    layouts: dict[Layout, int] = {}
+    tensors = []
+    for name, each in side.items():
+        meshes.setdefault(each.layout.mesh, len(meshes))
+        number = layouts.setdefault(each.layout, len(layouts))
+        shape = None if each.shape is None else list(each.shape)
+        dtype = None if each.dtype is None else str(each.dtype).removeprefix("torch.")
+        tensors.append([name, number, shape, dtype, isinstance(each, Target) and each.only_floating])
+    said = {
+        "meshes": [[list(mesh.shape), list(mesh.ranks), list(mesh.hosts)] for mesh in meshes],
+        "layouts": [
+            [meshes[layout.mesh], [_placement_row(each) for each in layout.placements], list(layout.order)]
+            for layout in layouts
+        ],
+        "tensors": tensors,
+        "ties": [list(tie) for tie in ties],
+    }
+    return json.dumps(said, separators=(",", ":"))
+
+
+def _placement_row(placement: object) -> list[Any]:
+    if isinstance(placement, ShardSizes):
+        return ["sizes", placement.dim, list(placement.sizes)]
+    if isinstance(placement, Shard):
+        return ["shard", placement.dim]
+    return ["partial", placement.reduce_op] if isinstance(placement, Partial) else ["replicate"]
+
+
+def parse_side(
+    text: object, read: Callable[[Any, Sequence[Layout]], Side], ranks: Sequence[int], *, most: int
+) -> tuple[dict[str, Side], list[tuple[str, str]]]:
+    """What `side_text` wrote on another rank; `read` is `read_source` or `read_target`, `ranks` those of the group."""
+    if not isinstance(text, str) or len(text) > most:
+        raise _bad(f"a {type(text).__name__} as text, or one that is too long")
+    try:
+        said = json.loads(text)
+        meshes = [_mesh(row, ranks) for row in said["meshes"]]
+        layouts = [_layout(row, meshes) for row in said["layouts"]]
+        side = {_text(row[0]): read(row, layouts) for row in said["tensors"]}
+        ties = [(_text(a), _text(b)) for a, b in said["ties"]]
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise _bad(f"{type(error).__name__}: {error}") from error
+    return side, ties
+
+
+def read_source(row: Any, layouts: Sequence[Layout]) -> Source:
+    """A tensor of the source from its row."""
+    layout, shape, dtype, _ = _tensor(row, layouts)
+    if shape is None or dtype is None:
+        raise _bad("a source without a shape or a dtype")
+    return Source(shape, dtype, layout)
+
+
+def read_target(row: Any, layouts: Sequence[Layout]) -> Target:
+    """A tensor of the destination from its row."""
+    layout, shape, dtype, only_floating = _tensor(row, layouts)
+    return Target(layout, dtype, only_floating, shape)
+
+
+def _tensor(row: Any, layouts: Sequence[Layout]) -> tuple[Layout, tuple[int, ...] | None, torch.dtype | None, bool]:
+    _, number, sizes, dtype, only_floating = row
+    layout = layouts[_int(number, 0, len(layouts) - 1)]
+    shape = None if sizes is None else _ints(sizes, 0, _LARGEST, most=_MOST_DIMS)
+    if math.prod(shape or ()) > _LARGEST:
+        raise _bad(f"a tensor of shape {shape}")
+    if only_floating not in (False, True):
+        raise _bad(f"{only_floating!r} for a flag")
+    layout = layout if shape is None else layout.normal(len(shape))
+    return layout, shape, None if dtype is None else _dtype(dtype), bool(only_floating)
+
+
+def _mesh(row: Any, ranks: Sequence[int]) -> Mesh:
+    shape, members, hosts = row
+    sizes = _ints(shape, 1, len(ranks), most=_MOST_DIMS)
+    highest = max(ranks, default=0)
+    found = _ints(members, 0, highest, most=len(ranks))
+    return Mesh(found, sizes, _ints(hosts, 0, _LARGEST, most=len(ranks)), tuple(f"a{i}" for i in range(len(sizes))))
+
+
+def _layout(row: Any, meshes: Sequence[Mesh]) -> Layout:
+    number, placements, order = row
+    mesh = meshes[_int(number, 0, len(meshes) - 1)]
+    count = len(mesh.shape)
+    if len(placements) > count:
+        raise _bad(f"{len(placements)} placements for a mesh of {count} axes")
+    return Layout(mesh, tuple(_placement(*each) for each in placements), _ints(order, 0, count - 1, most=count))
+
+
+def _placement(kind: str, *rest: Any) -> Any:
+    if kind == "sizes":
+        return ShardSizes(_int(rest[0], -_MOST_DIMS, _MOST_DIMS), _ints(rest[1], 0, _LARGEST, most=_LARGEST))
+    if kind == "shard":
+        return Shard(_int(rest[0], -_MOST_DIMS, _MOST_DIMS))
+    if kind == "partial":
+        return Partial(_text(rest[0]))
+    if kind == "replicate":
+        return Replicate()
+    raise _bad(f"the placement {kind!r}")
+
+
+def _dtype(text: Any) -> torch.dtype:
+    value = getattr(torch, _text(text), None)
+    if not isinstance(value, torch.dtype):
+        raise _bad(f"the dtype {text!r}, which this torch does not have")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _bad(f"{value!r} for a text")
+    return value
+
+
+def _int(value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise _bad(f"{value!r} for a whole number from {low} to {high}")
+    return value
+
+
+def _ints(values: Any, low: int, high: int, *, most: int) -> tuple[int, ...]:
+    if not isinstance(values, list) or len(values) > most:
+        raise _bad(f"{values!r:.100} for a list of up to {most}")
+    return tuple(_int(value, low, high) for value in values)
+
+
+def _bad(what: str) -> ValueError:
+    return ValueError(f"another rank described its tensors with {what}, expected what this version of weft writes")

@@ -1,15 +1,13 @@
 """The plan of a reshard: a frozen value that prints, parses back, and knows its bound.
 
-print(plan)             every stream and chunk, as a table
-Plan.parse(str(plan))   the same plan
-plan.lower_bound        seconds of the busiest card under the best choice of senders
-plan.bytes_by_card      what enters and leaves each host
-plan.simulate()         the timeline that the executor is expected to make
+    print(plan)             every stream and chunk, as a table
+    Plan.parse(str(plan))   the same plan
+    plan.lower_bound        seconds of the busiest card under the best choice of senders
+    plan.bytes_by_card      what enters and leaves each host
+    plan.simulate()         the timeline that the executor is expected to make
 
-A plan as text that a person reads and `parse_plan` reads back.
-
-Units and streams follow from the header, so only chunks and hops are read; streams are printed for the reader.
-`0>8` sends, `0+4` sends to a rank that adds its own term, `2=` shares with the other ranks of the host.
+In the text `0>8` sends, `0+4` sends to a rank that adds its own term, `2=` shares with the other ranks of the host.
+Units and streams follow from the header, so only chunks and hops are read back; streams are printed for the reader.
 """
 
 from __future__ import annotations
@@ -26,7 +24,10 @@ import torch
 
 from weft.layout import Box, DeclaredCluster, Ints, Layout, Mesh, format_ints
 from weft.reshard.order import Chunks, Hops
-from weft.reshard.units import Streams, TensorSpec, Units, find_units
+from weft.reshard.senders import lower_bound
+from weft.reshard.simulate import simulate
+from weft.reshard.spec import STRATEGIES, TensorSpec, hosts_by_rank
+from weft.reshard.units import Streams, Units, find_units
 from weft.timeline import Timeline
 from weft.timeline.text import format_bytes, format_seconds
 
@@ -63,15 +64,11 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """A hash of all that the plan says; ranks with the same digest will do the same."""
-
         state = hashlib.sha256("\n".join(header(self)).encode())
-        for column in (*self._columns(), self.hops.adds.astype(np.int64)):
+        hops = self.hops
+        for column in (*self.chunks.columns, hops.chunk, hops.sender, hops.receiver, hops.adds):
             state.update(np.ascontiguousarray(column, "<i8").tobytes())
         return state.hexdigest()
-
-    def _columns(self) -> tuple[Ints, ...]:
-        c, h = self.chunks, self.hops
-        return (c.stream, c.start, c.stop, h.chunk, h.sender, h.receiver)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
@@ -87,7 +84,7 @@ class Plan:
     @cached_property
     def host_of(self) -> dict[int, int]:
         """The host of each rank of the meshes."""
-        return {rank: host for mesh in self.meshes for rank, host in zip(mesh.ranks, mesh.hosts, strict=True)}
+        return hosts_by_rank(self.tensors)
 
     def boxes_of(self, rank: int, side: str) -> dict[int, Box]:
         """Where a rank's shard of each tensor lies on one side ("src" or "dst"), by index; only those that it has."""
@@ -120,8 +117,7 @@ class Plan:
     @cached_property
     def chunk_rows(self) -> list[tuple[int, int, int]]:
         """(stream, start, stop) of each chunk, as plain numbers."""
-        columns = (column.tolist() for column in (self.chunks.stream, self.chunks.start, self.chunks.stop))
-        return list(zip(*columns, strict=True))
+        return list(zip(*(column.tolist() for column in self.chunks.columns), strict=True))
 
     @cached_property
     def bytes_by_card(self) -> dict[int, Traffic]:
@@ -138,19 +134,14 @@ class Plan:
 
     def simulate(self) -> Timeline:
         """What the executor is expected to do: a lane for each direction of each card."""
-        from weft.reshard.simulate import simulate
-
         return simulate(self).timeline(self)
 
     @cached_property
     def seconds(self) -> float:
         """The predicted time, from the same simulation."""
-        from weft.reshard.simulate import simulate
-
         return simulate(self).seconds
 
     def __str__(self) -> str:
-
         return format_plan(self)
 
     def __repr__(self) -> str:
@@ -162,7 +153,6 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> Plan:
         """The plan that prints as `text`."""
-
         return parse_plan(text)
 
 
@@ -187,10 +177,14 @@ def header(plan: Plan) -> list[str]:
 
 def format_plan(plan: Plan) -> str:
     """The whole plan."""
-    out, into = (max(getattr(t, way) for t in plan.bytes_by_card.values()) for way in ("out", "into"))
-    bound = f"bound {format_seconds(plan.lower_bound)}; busiest card out {format_bytes(out)}, in {format_bytes(into)}"
     streams = [_stream_line(plan.streams, i) for i in range(len(plan.streams))]
-    return "\n".join([*header(plan), bound, *streams, *_chunk_lines(plan)]) + "\n"
+    return "\n".join([*header(plan), bound_line(plan), *streams, *_chunk_lines(plan)]) + "\n"
+
+
+def bound_line(plan: Plan) -> str:
+    """What no plan can go below, and what this one loads the busiest cards with."""
+    out, into = (max(getattr(t, way) for t in plan.bytes_by_card.values()) for way in ("out", "into"))
+    return f"bound {format_seconds(plan.lower_bound)}; busiest card out {format_bytes(out)}, in {format_bytes(into)}"
 
 
 def _stream_line(streams: Streams, i: int) -> str:
@@ -213,7 +207,7 @@ def _hop_texts(plan: Plan) -> list[str]:
 def _chunk_lines(plan: Plan) -> Iterator[str]:
     """One line for each run of chunks that go the same way and lie end to end."""
     texts = _hop_texts(plan)
-    rows = list(zip(*(x.tolist() for x in (plan.chunks.stream, plan.chunks.start, plan.chunks.stop)), strict=True))
+    rows = plan.chunk_rows
     i = 0
     while i < len(rows):
         stream, start, stop = rows[i]
@@ -231,8 +225,6 @@ def _chunk_lines(plan: Plan) -> Iterator[str]:
 
 def parse_plan(text: str) -> Plan:
     """The plan that `format_plan` wrote."""
-    from weft.reshard.planner import STRATEGIES, lower_bound
-
     lines = text.splitlines()
     found = re.fullmatch(r"reshard plan (\w+), chunks of (\d+) bytes", lines[0] if lines else "")
     if not found or found[1] not in STRATEGIES or len(lines) < 2:
@@ -253,12 +245,10 @@ def parse_plan(text: str) -> Plan:
         elif not line.startswith(("stream ", "bound ")):
             _parse_chunks(number, line, rows, hops)
     units, streams = find_units(tensors, each_taker=STRATEGIES[found[1]].each_taker)
-    chunk_columns = np.array(rows, np.int64).reshape(-1, 3).T
-    hop_columns = np.array(hops, np.int64).reshape(-1, 4).T
-    chunks = Chunks(*chunk_columns)
-    hop_table = Hops(hop_columns[0], hop_columns[1], hop_columns[2], hop_columns[3].astype(bool))
-    bound = lower_bound(tensors, cluster)
-    return Plan(tuple(tensors), cluster, found[1], int(found[2]), bound, units, streams, chunks, hop_table)
+    chunks = Chunks(*np.array(rows, np.int64).reshape(-1, 3).T)
+    chunk, sender, receiver, adds = np.array(hops, np.int64).reshape(-1, 4).T
+    bound, ways = lower_bound(tensors, cluster), Hops(chunk, sender, receiver, adds.astype(bool))
+    return Plan(tuple(tensors), cluster, found[1], int(found[2]), bound, units, streams, chunks, ways)
 
 
 def _parse_tensor(number: int, line: str, meshes: dict[str, Mesh]) -> TensorSpec:

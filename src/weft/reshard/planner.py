@@ -1,31 +1,19 @@
-"""The paper's way to order: whole transfers, one at a time on each card, by search.
+"""From tensors and layouts to a plan. Pure: no device, no process group.
 
-A *job* is a transfer that keeps the sender's card and the cards of all its receivers busy for some seconds
-(a chain over hosts in many chunks). Jobs start in a given order, each as soon as its cards are free. For few
-jobs a depth-first search with pruning finds the best senders and order; for many, a greedy order with random
-ties is tried some times. Kept as the comparison for `open_shop.py`, which splits and preempts.
+    tensors (spec) -> units, streams, demands (units) -> pieces (senders) -> chunks and hops (order; paper) -> Plan
 
-From layouts to a plan: units, senders, chunks, order. Pure: no device, no process group.
-
-strategy     unit                  sender                  way                        order
-send_recv    each taker's box      the least busy source   to each taker              as found
-all_gather   each box              the least busy source   to each host, whose ranks  as found
-                                                           receive parts in turn
-broadcast    each box              the least busy source   from host to host          searched (paper)
-optimal      all boxes of a kind   all sources, by flow    whatever loads cards least open shop
+The strategies differ in what each of these steps does: their table is at the head of `spec`.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from weft.layout import DeclaredCluster, Ints, Layout
+from weft.layout import DeclaredCluster, Layout
 from weft.reshard.order import (
     Chunks,
     Cuts,
@@ -38,207 +26,17 @@ from weft.reshard.order import (
     to_chunks,
     to_hops,
 )
+from weft.reshard.paper import paper_schedule, resend
 from weft.reshard.plan import Plan
-from weft.reshard.senders import Piece, assign_balanced, assign_split, whole
-from weft.reshard.units import Demands, TensorSpec, find_demands, find_units
-
-_EPSILON = 1e-12
-
-
-@dataclass(frozen=True)
-class CardJob:
-    """`seconds` on the cards of one of `senders` (out) and of all `receivers` (in)."""
-
-    seconds: float
-    senders: tuple[int, ...]
-    receivers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class CardSchedule:
-    """Jobs in the order of their start: `jobs[k]` is an index, `senders[k]` its sender, `starts[k]` when."""
-
-    jobs: tuple[int, ...]
-    senders: tuple[int, ...]
-    starts: tuple[float, ...]
-    seconds: float
-
-
-def in_order(jobs: Sequence[CardJob], senders: Sequence[int]) -> CardSchedule:
-    """Each job in turn, from `senders[i]`, as soon as its cards are free.
-
-    >>> crossing = [CardJob(1.0, (h,), (d,)) for d in (2, 3) for h in (0, 1)]
-    >>> in_order(crossing, [0, 1, 0, 1]).seconds
-    3.0
-    """
-    free: dict[object, float] = {}
-    starts, end = [], 0.0
-    for job, sender in zip(jobs, senders, strict=True):
-        cards = _cards(job, sender)
-        start = max(free.get(card, 0.0) for card in cards)
-        free.update(dict.fromkeys(cards, start + job.seconds))
-        starts.append(start)
-        end = max(end, start + job.seconds)
-    order = sorted(range(len(jobs)), key=lambda i: starts[i])
-    return CardSchedule(tuple(order), tuple(senders[i] for i in order), tuple(starts[i] for i in order), end)
-
-
-def least(jobs: Sequence[CardJob], senders: Sequence[int]) -> float:
-    """The busiest card: no order of these senders is shorter."""
-    busy: dict[object, float] = {}
-    for job, sender in zip(jobs, senders, strict=True):
-        for card in _cards(job, sender):
-            busy[card] = busy.get(card, 0.0) + job.seconds
-    return max(busy.values(), default=0.0)
-
-
-def greedy(jobs: Sequence[CardJob], senders: Sequence[int], *, trials: int = 20, seed: int = 0) -> CardSchedule:
-    """The best of some greedy orders: of the jobs whose cards are free, the one with the most left to do on
-    its busiest card starts; ties are random.
-
-    >>> crossing = [CardJob(1.0, (h,), (d,)) for d in (2, 3) for h in (0, 1)]
-    >>> greedy(crossing, [0, 1, 0, 1]).seconds
-    2.0
-    """
-    chance = random.Random(seed)
-    bound = least(jobs, senders)
-    best: CardSchedule | None = None
-    for _ in range(trials):
-        found = _greedy_once(jobs, senders, chance)
-        if best is None or found.seconds < best.seconds:
-            best = found
-        if best.seconds <= bound + _EPSILON:
-            break
-    assert best is not None
-    return best
-
-
-def _greedy_once(jobs: Sequence[CardJob], senders: Sequence[int], chance: random.Random) -> CardSchedule:
-    left: dict[object, float] = {}
-    for job, sender in zip(jobs, senders, strict=True):
-        for card in _cards(job, sender):
-            left[card] = left.get(card, 0.0) + job.seconds
-    waiting = chance.sample(range(len(jobs)), len(jobs))
-    free: dict[object, float] = {}
-    order, starts, now = [], [], 0.0
-    while waiting:
-        waiting.sort(key=lambda i: -max(left[card] for card in _cards(jobs[i], senders[i])))
-        for i in tuple(waiting):
-            cards = _cards(jobs[i], senders[i])
-            if all(free.get(card, 0.0) <= now + _EPSILON for card in cards):
-                free.update(dict.fromkeys(cards, now + jobs[i].seconds))
-                for card in cards:
-                    left[card] -= jobs[i].seconds
-                waiting.remove(i)
-                order.append(i)
-                starts.append(now)
-        now = min((time for time in free.values() if time > now + _EPSILON), default=now)
-    end = max((start + jobs[i].seconds for start, i in zip(starts, order, strict=True)), default=0.0)
-    return CardSchedule(tuple(order), tuple(senders[i] for i in order), tuple(starts), end)
-
-
-def depth_first(jobs: Sequence[CardJob], *, most_steps: int = 20_000) -> CardSchedule:
-    """The best senders and order, if the search ends within `most_steps`; the best one seen otherwise."""
-    return _Search(jobs, most_steps).run()
-
-
-class _Search:
-    """Branch and bound over (next job, its sender); a branch ends where its busiest card is no better."""
-
-    def __init__(self, jobs: Sequence[CardJob], most_steps: int) -> None:
-        self.jobs = jobs
-        self.steps = most_steps
-        self.best: CardSchedule | None = None
-
-    def run(self) -> CardSchedule:
-        self._extend([], [], {}, 0.0)
-        assert self.best is not None
-        return self.best
-
-    def _extend(self, order: list[int], senders: list[int], free: dict[object, float], end: float) -> None:
-        self.steps -= 1
-        if len(order) == len(self.jobs):
-            chosen = [replace(self.jobs[i], senders=(s,)) for i, s in zip(order, senders, strict=True)]
-            found = in_order(chosen, senders)
-            starts = sorted(zip(found.starts, (order[k] for k in found.jobs), found.senders, strict=True))
-            times, jobs, hosts = zip(*starts, strict=True) if starts else ((), (), ())
-            self.best = CardSchedule(jobs, hosts, times, found.seconds)
-            return
-        tried: set[CardJob] = set()
-        for i, job in enumerate(self.jobs):
-            if i in order or job in tried:  # equal jobs are tried once
-                continue
-            tried.add(job)
-            for sender in job.senders:
-                self._try(i, job, sender, order, senders, free, end)
-
-    def _try(
-        self,
-        i: int,
-        job: CardJob,
-        sender: int,
-        order: list[int],
-        senders: list[int],
-        free: dict[object, float],
-        end: float,
-    ) -> None:
-        cards = _cards(job, sender)
-        finish = max(free.get(card, 0.0) for card in cards) + job.seconds
-        end = max(end, finish)
-        promising = self.best is None or (self.steps > 0 and self._at_least(i, order, cards, finish, free, end))
-        if promising:
-            self._extend([*order, i], [*senders, sender], {**free, **dict.fromkeys(cards, finish)}, end)
-
-    def _at_least(
-        self, i: int, order: list[int], cards: list[object], finish: float, free: dict[object, float], end: float
-    ) -> bool:
-        """Whether the rest could still end before the best one: every receiver must take what is left for it."""
-        assert self.best is not None
-        rest: dict[object, float] = {}
-        for k, job in enumerate(self.jobs):
-            if k != i and k not in order:
-                for host in job.receivers:
-                    rest[("in", host)] = rest.get(("in", host), 0.0) + job.seconds
-        after = {**free, **dict.fromkeys(cards, finish)}
-        bound = max((after.get(card, 0.0) + seconds for card, seconds in rest.items()), default=0.0)
-        return max(end, bound) < self.best.seconds - _EPSILON
-
-
-def _cards(job: CardJob, sender: int) -> list[object]:
-    return [("out", sender), *(("in", host) for host in job.receivers)]
-
+from weft.reshard.senders import Piece, assign_balanced, assign_split, lower_bound
+from weft.reshard.spec import STRATEGIES, TensorSpec, check_options, hosts_by_rank
+from weft.reshard.units import Demands, find_demands, find_units
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64 << 10, 4 << 20
 # A chunk is so small a part of what the busiest card carries. Where hosts pass chunks on, each waits for its
 # first one: a chain over four hosts then ends 5 % late. Half the size would end sooner on paper, but each message
 # costs a rank about as much time as 30 kB on the wire, and twice as many cost more than they gain.
 _CHUNKS_PER_CARD, _CHUNKS_PER_RELAY = 32, 64
-# Jobs up to which the paper's depth-first search is run.
-_FEW_JOBS = 8
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """How a plan is made; `STRATEGIES` has the named ones.
-
-    each_taker: a rank is served for itself, not through another rank of its host
-    relay:      hosts pass a chunk on
-    rotate:     the ranks of a host receive chunks in turn
-    """
-
-    each_taker: bool = False
-    relay: bool = False
-    rotate: bool = False
-    senders: Literal["balanced", "split"] = "balanced"
-    order: Literal["given", "search", "open_shop"] = "given"
-
-
-STRATEGIES = {
-    "send_recv": Strategy(each_taker=True),
-    "all_gather": Strategy(rotate=True),
-    "broadcast": Strategy(relay=True, order="search"),
-    "optimal": Strategy(senders="split", order="open_shop"),
-}
 
 
 def plan_reshard(
@@ -277,12 +75,9 @@ def plan_tensors(
     chunk_bytes: int | None = None,
 ) -> Plan:
     """The plan that moves many tensors at once; see `plan_reshard`."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(STRATEGIES)}")
-    if chunk_bytes is not None and chunk_bytes < 1024:
-        raise ValueError(f"chunk_bytes is {chunk_bytes}, expected 1024 or more, or None to have it chosen")
+    check_options(strategy, chunk_bytes)
     how = STRATEGIES[strategy]
-    host_of = hosts_of(tensors)
+    host_of = hosts_by_rank(tensors)
     cluster = cluster or DeclaredCluster.uniform(max(host_of.values(), default=0) + 1, gbps=10.0)
     if max(host_of.values(), default=0) >= cluster.hosts:
         raise ValueError(
@@ -308,60 +103,13 @@ def plan_tensors(
     return Plan(tuple(tensors), cluster, strategy, chunk, bound, units, streams, chunks, hops)
 
 
-def lower_bound(tensors: Sequence[TensorSpec], cluster: DeclaredCluster) -> float:
-    """Seconds of the busiest network card under the best choice of senders: no plan is faster."""
-    _, streams = find_units(tensors)
-    demands = find_demands(streams, hosts_of(tensors))
-    return assign_split(demands.demands, rates=cluster.rates)[1]
-
-
-def hosts_of(tensors: Sequence[TensorSpec]) -> dict[int, int]:
-    """The host of each rank of all meshes, which must agree on it."""
-    host_of: dict[int, int] = {}
-    for mesh in {layout.mesh: None for tensor in tensors for layout in (tensor.src, tensor.dst)}:
-        for rank, host in zip(mesh.ranks, mesh.hosts, strict=True):
-            if host_of.setdefault(rank, host) != host:
-                raise ValueError(
-                    f"rank {rank} is on host {host_of[rank]} in one mesh and on host {host} in another, expected one "
-                    "host for each rank; number the hosts of both meshes alike"
-                )
-    return host_of
-
-
-def _is_relayed(piece: Piece) -> bool:
-    return not {a for a, _ in piece.edges}.isdisjoint(b for _, b in piece.edges)
-
-
 def _chunk_bytes(bound: float, cluster: DeclaredCluster, *, relayed: bool) -> int:
     wanted = bound * float(cluster.rates.max()) / (_CHUNKS_PER_RELAY if relayed else _CHUNKS_PER_CARD)
     return int(min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 1 << max(0, round(np.log2(max(wanted, 1)))))))
 
 
-def paper_jobs(demands: Demands, pieces: Sequence[Piece], cluster: DeclaredCluster) -> list[CardJob]:
-    """Pieces as the paper's jobs: each keeps its sender's card and its targets' cards busy at once."""
-    jobs = []
-    for piece in pieces:
-        demand = demands.demands[piece.demand]
-        hosts = [*demand.sources, *demand.targets]
-        jobs.append(CardJob(piece.nbytes / float(min(cluster.rates[hosts])), demand.sources, demand.targets))
-    return jobs
-
-
-def paper_schedule(
-    demands: Demands, pieces: Sequence[Piece], cluster: DeclaredCluster, *, search: bool
-) -> CardSchedule:
-    """The order of pieces with the senders that they have, as the paper makes it, or as they are given."""
-    jobs = paper_jobs(demands, pieces, cluster)
-    senders = [piece.edges[0][0] if piece.edges else demands.demands[piece.demand].sources[0] for piece in pieces]
-    if not search:
-        return in_order(jobs, senders)
-    return depth_first(jobs) if len(jobs) <= _FEW_JOBS else greedy(jobs, senders)
-
-
-def resend(demands: Demands, pieces: Sequence[Piece], schedule: CardSchedule, *, relay: bool) -> list[Piece]:
-    """The pieces with the senders that a schedule chose."""
-    chosen = dict(zip(schedule.jobs, schedule.senders, strict=True))
-    return [whole(piece.demand, demands.demands[piece.demand], chosen[i], relay) for i, piece in enumerate(pieces)]
+def _is_relayed(piece: Piece) -> bool:
+    return not {a for a, _ in piece.edges}.isdisjoint(b for _, b in piece.edges)
 
 
 def _to_ranks(
@@ -376,19 +124,13 @@ def _to_ranks(
     order = np.argsort(time, kind="stable")
     new_place = np.empty(len(order), np.int64)
     new_place[order] = np.arange(len(order))
-    columns = [np.concatenate(pair)[order] for pair in zip(_columns(chunks), _columns(shared), strict=True)]
+    columns = [np.concatenate(pair)[order] for pair in zip(chunks.columns, shared.columns, strict=True)]
     first = (new_place[hops.chunk], hops.sender, hops.receiver, hops.adds)
     others = (new_place[own_hops.chunk + len(chunks)], own_hops.sender, own_hops.receiver, own_hops.adds)
     return Chunks(*columns), sort_hops(first, others)
 
 
-def _columns(chunks: Chunks) -> tuple[Ints, Ints, Ints]:
-    return chunks.stream, chunks.start, chunks.stop
-
-
-def _share(
-    demands: Demands, seats: Seats, chunk: int, end: float
-) -> tuple[Chunks, Hops, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
+def _share(demands: Demands, seats: Seats, chunk: int, end: float) -> tuple[Chunks, Hops, NDArray[np.float64]]:
     """What a rank gives to others on its host, spread over the time that the cards are busy."""
     rows, times = [], []
     for stream, host in demands.shares.tolist():

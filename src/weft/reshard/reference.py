@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
 from weft.layout import Layout, ShardSizes
-from weft.reshard.units import TensorSpec
+from weft.reshard.spec import TensorSpec
 
 
 def shard(whole: Tensor, layout: Layout) -> dict[int, Tensor]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.reshard.executor.script import RECEIVES_AHEAD, SENDS_AHEAD
+from weft.reshard.order import RECEIVES_AHEAD, SENDS_AHEAD
 from weft.timeline import Event, Timeline
 
 if TYPE_CHECKING:

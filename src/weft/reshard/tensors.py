@@ -1,7 +1,4 @@
-"""Between torch's DeviceMesh and DTensor and weft's Mesh and Layout.
-
-The users' tensors: what their memory must be like before a byte moves, and what is said after it was written.
-"""
+"""Users' tensors: the layouts of DTensors, and what memory must be like before a byte moves and is told afterwards."""
 
 from __future__ import annotations
 
@@ -32,6 +29,8 @@ from weft.kernels.freshness import written
 from weft.layout import Layout, Mesh
 
 StridedShard = strided_shard()
+Tie = tuple[str, str]
+"""Two names of one memory, such as those of tied weights."""
 
 
 def mesh_of(device_mesh: DeviceMesh, hosts: Mapping[int, int]) -> Mesh:
@@ -132,10 +131,6 @@ def to_dtensor(
     )
 
 
-Tie = tuple[str, str]
-"""Two names of one memory, such as those of tied weights."""
-
-
 def memory_of(tensor: Tensor) -> Tensor:
     """This rank's memory of a tensor or DTensor, without its graph; a collective that still writes it is waited for.
 
@@ -234,7 +229,7 @@ def find_ties(tensors: Mapping[str, Tensor]) -> list[Tie]:
 def check_apart(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     """Raises where a destination lies in memory of a source, which is read after it was written, or of another one.
 
-    Destinations that are wholly the same are left to who knows whether the same is written into both.
+    Destinations that are wholly the same are left to `describe.join`, which knows whether their sources are too.
     """
     again = {name for _, name in find_ties(targets)}
     parts = [(tensor.device, *_span(tensor), name, False) for name, tensor in sources.items() if tensor.numel()]
@@ -256,7 +251,7 @@ def check_apart(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) ->
 def mark_written(tensors: Iterable[Tensor]) -> None:
     """Says that bytes were written into tensors by ways that torch does not see: its counts of versions go up.
 
-    Of a DTensor both counts: some look at the wrapper, others at the shard inside. And who keeps packed copies hears.
+    Of a DTensor both counts: some look at the wrapper, others at the shard inside. Keepers of packed copies are told.
     """
     marked = list(tensors)
     for tensor in marked:

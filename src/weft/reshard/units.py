@@ -1,6 +1,6 @@
-"""Units: which box of a tensor goes from which ranks to which.
+"""Units, streams and demands: which box of a tensor goes from which ranks to which.
 
-    boxes of the source x boxes of the destination -> units -> streams
+    boxes of the source x boxes of the destination -> units -> streams -> demands
 
 A *unit* is the overlap of a source box and a destination box: each of its terms is held alike by some ranks,
 and some ranks need it. The boxes of a layout are a product of intervals, one for each dim, so overlaps are
@@ -11,17 +11,14 @@ A *stream* is all units, of all tensors, that the same ranks hold and the same r
 All that follows (senders, chunks, order) works on streams: a model has hundreds of thousands of units, but
 few kinds of them.
 
+A *demand* is all streams that lie on the same hosts and are needed on the same hosts, their bytes end to end. The
+choice of senders and the order are made for demands, because a host's network card is what is scarce.
+
 Everything is in columns (numpy arrays): two meshes of 1,024 devices can have a million units.
-
-Demands: what must cross between hosts, without the ranks.
-
-All streams that lie on the same hosts and are needed on the same hosts are one *demand*: their bytes end to
-end. The choice of senders and the order are made for demands, because a host's network card is what is scarce.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,55 +28,12 @@ import numpy as np
 import torch
 
 from weft.layout import Ints, Layout
-from weft.reshard.terms import why_not_cast, why_not_reduced
+from weft.reshard.spec import TensorSpec
 
 Ranks = tuple[int, ...]
+Hosts = tuple[int, ...]
 Kind = tuple[torch.dtype, str | None]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor to be moved: what it is called, what it is, and how it lies before and after.
-
-    dtype is the source's, `dst_dtype` the destination's; the values are cast on the way if they differ.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    src: Layout
-    dst: Layout
-    dst_dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        for side in ("src", "dst"):
-            object.__setattr__(self, side, getattr(self, side).normal(len(self.shape)))
-        op = self.src.reduce_op
-        reason = None if op is None else why_not_reduced(self.dtype, op)
-        if reason is not None:
-            raise ValueError(
-                f"tensor {self.name!r} of {self.dtype} has terms that are to be reduced by {op!r}: {reason}; cast it "
-                "before, or reduce in another way"
-            )
-        reason = why_not_cast(self.dtype, self.dst_dtype)
-        if reason is not None:
-            raise ValueError(f"tensor {self.name!r} of {self.dtype} cannot become {self.dst_dtype}: {reason}")
-        if self.dst.partial_axes:
-            raise ValueError(
-                f"destination of tensor {self.name!r} is {self.dst.placements}, expected Shard or Replicate; "
-                "a tensor can be read from Partial terms, but not be made into them"
-            )
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """What travels: the narrower type, so that a cast saves bytes; terms are reduced before the cast."""
-        narrower = self.dst_dtype.itemsize <= self.dtype.itemsize
-        return self.dst_dtype if narrower and not self.src.partial_axes else self.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the whole tensor on the wire."""
-        return math.prod(self.shape) * self.wire_dtype.itemsize
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -132,16 +86,6 @@ class Streams:
         return np.array([dtype.itemsize for dtype, _ in self.kinds], np.int64)[self.kind]
 
 
-@dataclass(frozen=True)
-class _Overlaps:
-    """The units of one shape and pair of layouts: cells of both sides, boxes, elements."""
-
-    src: Ints
-    dst: Ints
-    low: Ints
-    high: Ints
-
-
 def find_units(tensors: Sequence[TensorSpec], *, each_taker: bool = False) -> tuple[Units, Streams]:
     """The units and streams of some tensors; `each_taker` makes a unit for each rank that needs a box."""
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
@@ -157,38 +101,14 @@ def find_units(tensors: Sequence[TensorSpec], *, each_taker: bool = False) -> tu
     return _stream(joined, sets)
 
 
-def _nothing(dims: int) -> list[Ints]:
-    flat, boxes = np.zeros(0, np.int64), np.zeros((0, dims), np.int64)
-    return [flat, boxes, boxes, flat, flat, flat, flat]
+@dataclass(frozen=True)
+class _Overlaps:
+    """The units of one shape and pair of layouts: cells of both sides, boxes, elements."""
 
-
-class _Sets:
-    """Numbers for sets of ranks, the same for the same set whatever the layout that it comes from."""
-
-    def __init__(self, each_taker: bool) -> None:
-        self.each_taker = each_taker
-        self.holders: dict[tuple[Ranks, ...], int] = {}
-        self.takers: dict[Ranks, int] = {}
-        self.kinds: dict[Kind, int] = {}
-        self._known: dict[object, Ints] = {}
-
-    def of_source(self, layout: Layout, ndim: int) -> Ints:
-        """[cells] the number of each cell's holders."""
-        key = (layout, ndim, "src")
-        if key not in self._known:
-            rows = (tuple(map(tuple, cell)) for cell in layout.holders(ndim).tolist())
-            self._known[key] = np.array([self.holders.setdefault(row, len(self.holders)) for row in rows])
-        return self._known[key]
-
-    def of_destination(self, layout: Layout, ndim: int) -> Ints:
-        """[cells, 1] the number of each cell's takers; [cells, replicas] with `each_taker`."""
-        key = (layout, ndim, "dst")
-        if key not in self._known:
-            cells = layout.holders(ndim)[:, 0, :].tolist()
-            rows = [[(rank,) for rank in cell] if self.each_taker else [tuple(sorted(cell))] for cell in cells]
-            numbers = [[self.takers.setdefault(one, len(self.takers)) for one in row] for row in rows]
-            self._known[key] = np.array(numbers, np.int64)
-        return self._known[key]
+    src: Ints
+    dst: Ints
+    low: Ints
+    high: Ints
 
 
 def _overlaps(shape: tuple[int, ...], src: Layout, dst: Layout) -> _Overlaps:
@@ -220,6 +140,35 @@ def _meeting(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> tuple[Ints
     return a, b
 
 
+class _Sets:
+    """Numbers for sets of ranks, the same for the same set whatever the layout that it comes from."""
+
+    def __init__(self, each_taker: bool) -> None:
+        self.each_taker = each_taker
+        self.holders: dict[tuple[Ranks, ...], int] = {}
+        self.takers: dict[Ranks, int] = {}
+        self.kinds: dict[Kind, int] = {}
+        self._known: dict[object, Ints] = {}
+
+    def of_source(self, layout: Layout, ndim: int) -> Ints:
+        """[cells] the number of each cell's holders."""
+        key = (layout, ndim, "src")
+        if key not in self._known:
+            rows = (tuple(map(tuple, cell)) for cell in layout.holders(ndim).tolist())
+            self._known[key] = np.array([self.holders.setdefault(row, len(self.holders)) for row in rows])
+        return self._known[key]
+
+    def of_destination(self, layout: Layout, ndim: int) -> Ints:
+        """[cells, 1] the number of each cell's takers; [cells, replicas] with `each_taker`."""
+        key = (layout, ndim, "dst")
+        if key not in self._known:
+            cells = layout.holders(ndim)[:, 0, :].tolist()
+            rows = [[(rank,) for rank in cell] if self.each_taker else [tuple(sorted(cell))] for cell in cells]
+            numbers = [[self.takers.setdefault(one, len(self.takers)) for one in row] for row in rows]
+            self._known[key] = np.array(numbers, np.int64)
+        return self._known[key]
+
+
 def _columns(index: int, tensor: TensorSpec, found: _Overlaps, sets: _Sets, dims: int) -> list[Ints]:
     ndim, item = len(tensor.shape), tensor.wire_dtype.itemsize
     takers = sets.of_destination(tensor.dst, ndim)[found.dst]
@@ -233,6 +182,11 @@ def _columns(index: int, tensor: TensorSpec, found: _Overlaps, sets: _Sets, dims
     kind = sets.kinds.setdefault((tensor.wire_dtype, tensor.src.reduce_op), len(sets.kinds))
     numbers = [np.full(count, value, np.int64) for value in (index, kind)]
     return [numbers[0], low, high, elements * item, numbers[1], holders, takers.reshape(-1)]
+
+
+def _nothing(dims: int) -> list[Ints]:
+    flat, boxes = np.zeros(0, np.int64), np.zeros((0, dims), np.int64)
+    return [flat, boxes, boxes, flat, flat, flat, flat]
 
 
 def _stream(columns: Sequence[Ints], sets: _Sets) -> tuple[Units, Streams]:
@@ -251,10 +205,6 @@ def _stream(columns: Sequence[Ints], sets: _Sets) -> tuple[Units, Streams]:
     columns = kind[first], holders[first], takers[first], total
     streams = Streams(*columns, tuple(sets.kinds), tuple(sets.holders), tuple(sets.takers))
     return units, streams
-
-
-Hosts = tuple[int, ...]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -328,11 +278,15 @@ def find_demands(streams: Streams, host_of: Mapping[int, int], *, merge: bool = 
     return Demands(tuple(demands), number[kind], start, _shares(streams, kind, common, host_of), chains)
 
 
-def _intern(values: Sequence[T]) -> tuple[list[T], Ints]:
-    """The distinct values, and for each value its place among them."""
-    index: dict[T, int] = {}
-    places = [index.setdefault(value, len(index)) for value in values]
-    return list(index), np.array(places, np.int64)
+def _chain(terms: tuple[Ranks, ...], host_of: Mapping[int, int]) -> Ranks:
+    """One holder of each term, in order; on the host of the one before it where that is possible."""
+    if len(terms) == 1:
+        return ()
+    chain: list[int] = []
+    for replicas in terms:
+        near = [rank for rank in replicas if chain and host_of[rank] == host_of[chain[-1]]]
+        chain.append((near or list(replicas))[0])
+    return tuple(chain)
 
 
 def _places(terms: tuple[Ranks, ...], chain: Ranks, host_of: Mapping[int, int]) -> tuple[Hosts, Hosts]:
@@ -353,15 +307,11 @@ def _shares(streams: Streams, kind: Ints, common: Sequence[Hosts], host_of: Mapp
     return np.array(found, np.int64).reshape(-1, 2)
 
 
-def _chain(terms: tuple[Ranks, ...], host_of: Mapping[int, int]) -> Ranks:
-    """One holder of each term, in order; on the host of the one before it where that is possible."""
-    if len(terms) == 1:
-        return ()
-    chain: list[int] = []
-    for replicas in terms:
-        near = [rank for rank in replicas if chain and host_of[rank] == host_of[chain[-1]]]
-        chain.append((near or list(replicas))[0])
-    return tuple(chain)
+def _intern(values: Sequence[T]) -> tuple[list[T], Ints]:
+    """The distinct values, and for each value its place among them."""
+    index: dict[T, int] = {}
+    places = [index.setdefault(value, len(index)) for value in values]
+    return list(index), np.array(places, np.int64)
 
 
 def _squeeze(hosts: Hosts) -> Hosts:

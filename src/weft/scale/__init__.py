@@ -2,6 +2,12 @@
 
 `predict_op` predicts one overlapped matmul, `simulate_step` a whole step of training or inference, and `compare` the
 same step without each promise. The planners and simulators are those that run on the CPU; only the curves are declared.
+
+gpus    what the data sheets say: seconds of a matmul, of a copy, of a collective
+models  transformers as sizes, and how long texts are
+job     what is to be simulated: a model, cut over a cluster, and a batch
+ops     one overlapped matmul
+step    a whole step: layers, edges, pipeline, gradients, memory
 """
 
 from weft.scale.gpus import GPUS, Gpu, find_gpu

@@ -1,4 +1,4 @@
-"""Declared GPUs: what data sheets and public measurements say of them, and nothing that was fitted to a result.
+"""Declared GPUs: seconds of matmuls and of bytes, from data sheets and public measurements, fitted to no result.
 
 Sources, for all entries:
   peak, memory, bandwidth, multiprocessors, NVLink   NVIDIA's data sheets and white papers; dense, without sparsity
@@ -12,15 +12,13 @@ Sources, for all entries:
   network_gbps      one 200 Gbit/s card a GPU in a DGX A100, 400 in a DGX H100; for PCIe hosts, one card of 200 Gbit/s
                     (100 for the RTX 4090) is assumed for all eight
 
-How long a matmul takes on a declared GPU: tiles in waves, or memory, whichever is slower.
+A matmul takes the time of its tiles in waves, or of its memory, whichever is slower. A wave is one tile on each
+multiprocessor. The last wave takes as long as a full one, which is what is called wave quantisation; a tile that sticks
+out of the matrix takes as long as a whole one.
 
-A wave is one tile on each multiprocessor. The last wave takes as long as a full one, which is what is called wave
-quantisation; a tile that sticks out of the matrix takes as long as a whole one.
-
-Seconds against bytes between the GPUs of a host: collectives in rings, and writes into peers' memory.
-
-A ring of P GPUs takes P - 1 steps, twice that for an all-reduce. Latencies and the share of the bandwidth that each
-protocol reaches are those of NCCL's own cost model (src/graph/tuning.cc); the curve is the best of its protocols.
+Between the GPUs of a host there are collectives in rings, and writes into peers' memory. A ring of P GPUs takes P - 1
+steps, twice that for an all-reduce. Latencies and the share of the bandwidth that each protocol reaches are those of
+NCCL's own cost model (src/graph/tuning.cc); the curve is the best of its protocols.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Transformers as sizes: what a layer multiplies, and how many there are.
+"""What is computed, as sizes: transformers (what a layer multiplies, how many there are) and how long texts are.
 
-How long texts are, as a share of the longest: quantiles, from which padding is reckoned.
-
-A batch that is padded computes every text as long as its longest; one that is packed computes the tokens that are
-there. What counts is the mean, the mean of the squares (for attention), and the same of a batch's longest.
+Lengths are quantiles, as a share of the longest text, from which padding is reckoned. A batch that is padded computes
+every text as long as its longest; one that is packed computes the tokens that are there. What counts is the mean, the
+mean of the squares (for attention), and the same of a batch's longest.
 """
 
 from __future__ import annotations

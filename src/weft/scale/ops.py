@@ -1,150 +1,26 @@
-"""The work of one op in waves of tiles, and the best way to cut it into groups, by the predictor of the CPU's planner.
+"""One overlapped matmul on declared GPUs: its work in waves of tiles, and the best way to cut it into groups.
 
-Tiles of a wave end together, so that nothing finer than a wave can be sent earlier. A collective holds some
-multiprocessors from its launch to its end. The predictor counts that for the bytes; what it costs to start is added
-here, for partitions of finer and of coarser units, and so decides between many groups and few.
-
-One overlapped matmul on declared GPUs.
-
-Seconds of a stage's layers on one GPU, from the predictions of their matmuls.
-
-    sharded       forward                                      dgrad, then wgrad
-    qkv, up       all_gather_matmul      [t, h] x [n, h]^T     matmul_reduce_scatter, which wgrad follows
-    out, down     matmul_reduce_scatter  [t, k] x [h, k]^T     all_gather_matmul
-    replicated: a plain matmul instead of a gathering one, matmul_all_reduce instead of matmul_reduce_scatter
-
-Without overlap the reduction of a dgrad runs behind the wgrad, as in Megatron-LM; all else is in turn.
+The search and the predictor are those of the CPU's planner. Tiles of a wave end together, so that nothing finer than a
+wave can be sent earlier. A collective holds some multiprocessors from its launch to its end. The predictor counts that
+for the bytes; what it costs to start is added here, for partitions of finer and of coarser units, and so decides
+between many groups and few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from weft.overlap.blocks import cut_points
 from weft.overlap.plan import Op, OverlapPlan, Transport
 from weft.overlap.predict import Curves, Work, best_groups, bound, predict, predict_sequential
-from weft.scale.gpus import (
-    ATTENTION_BACKWARD,
-    ATTENTION_FORWARD,
-    ITEM_BYTES,
-    LAUNCH_SECONDS,
-    Gpu,
-    Matmul,
-    copy_seconds,
-    declared_curves,
-    find_gpu,
-    matmul_seconds,
-    tilings,
-    wire_bytes,
-)
-from weft.scale.job import Activations, Batch, Mode, ScaleJob
+from weft.scale.gpus import ITEM_BYTES, LAUNCH_SECONDS, Gpu, Matmul, declared_curves, find_gpu, tilings, wire_bytes
 from weft.timeline import overlap_efficiency
 
 _MOST_UNITS = 96  # the search is quadratic; waves of a matmul with more of them go together
 _COARSER = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
-
-
-@dataclass(frozen=True)
-class WaveCase:
-    """An op [m, k] x [n, k]^T on each of `tp` GPUs, where n and k are what one of them computes with.
-
-    matmul: its tiles and waves
-    tail:   seconds of computing that follows and does not need the op's result
-    """
-
-    gpu: Gpu
-    op: Op
-    m: int
-    n: int
-    k: int
-    tp: int
-    dtype: str
-    matmul: Matmul
-    tail: float = 0.0
-
-    @classmethod
-    def each(
-        cls, gpu: Gpu, op: Op, m: int, n: int, k: int, tp: int, dtype: str, tail: float = 0.0
-    ) -> tuple[WaveCase, ...]:
-        """The op with each of the tilings, the fastest matmul first."""
-        return tuple(cls(gpu, op, m, n, k, tp, dtype, t, tail) for t in tilings(gpu, m, n, k, dtype=dtype))
-
-    @property
-    def ahead(self) -> int:
-        """Waves of the rows that are there from the start, as far as they fill whole ones."""
-        return self.matmul.waves // self.tp if self.op.gathers else 0
-
-    @property
-    def waves(self) -> int:
-        """Waves whose tiles travel, or wait for what does."""
-        return self.matmul.waves - self.ahead
-
-    def curves(self, transport: Transport) -> Curves:
-        return declared_curves(self.gpu, self.op, self.tp, transport, dtype=self.dtype)
-
-    def plan(self, transport: Transport, groups: tuple[int, ...] = ()) -> OverlapPlan:
-        """Groups count waves, which are relative sizes of what is sent."""
-        found, hosts = self.matmul, (0,) * self.tp
-        plan = OverlapPlan(self.op, self.m, self.n, self.k, self.dtype, hosts, transport, groups=groups)
-        return replace(plan, tile_m=found.tile_m, tile_n=found.tile_n)
-
-    def cuts(self, units: int) -> tuple[int, ...]:
-        """Where each of so many units begins, in waves, and the end."""
-        return cut_points(self.waves, [1] * min(self.waves, units))
-
-    def work(self, transport: Transport, units: int = _MOST_UNITS) -> Work:
-        """The waves in so many units."""
-        item, found, cuts = ITEM_BYTES[self.dtype], self.matmul, self.cuts(units)
-        nbytes = wire_bytes(self.op, m=self.m, n=self.n, k=self.k, item=item, size=self.tp)
-        wave = found.seconds / found.waves
-        seconds = tuple(wave * (b - a) for a, b in pairwise(cuts))
-        if self.op.gathers:
-            shares = tuple(nbytes * (b - a) / self.waves for a, b in pairwise(cuts))
-            return Work(seconds, shares, before=wave * self.ahead, backwards=True)
-        # The last wave has only the tiles that are left over.
-        done = [min(self.gpu.processors * cut, found.tiles) for cut in cuts]
-        shares = tuple(nbytes * (b - a) / found.tiles for a, b in pairwise(done))
-        # Through windows each adds up its share of the rows: it reads the parts of all, and writes the sum.
-        summed = transport is Transport.WINDOWS and self.op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE)
-        added = -(-self.m // self.tp) * self.n * item * (self.tp + 1) / self.gpu.copy_rate if summed else 0.0
-        return Work(seconds, shares, after=added + self.tail, last=added / len(seconds))
-
-
-def best_partition(case: WaveCase, transport: Transport) -> tuple[float, tuple[int, ...]]:
-    """The fewest seconds, and the groups in waves that take them.
-
-    >>> from weft.scale.gpus import find_gpu
-    >>> case, _ = WaveCase.each(find_gpu("A100"), Op.REDUCE_SCATTER, 4096, 12288, 6144, 8, "bfloat16")
-    >>> [len(best_partition(case, transport)[1]) for transport in Transport]
-    [26, 12]
-    """
-    curves, found = case.curves(transport), []
-    coarser = [units for units in _COARSER if units < case.waves] if transport is Transport.MESSAGES else []
-    for units in (_MOST_UNITS, *coarser):
-        work, cuts = case.work(transport, units), case.cuts(units)
-        groups = best_groups(work, curves)
-        held = held_seconds(case, transport, work, groups, curves)
-        ends = [cuts[unit] for unit in (0, *accumulate(groups))]
-        sizes = tuple(b - a for a, b in pairwise(ends))
-        found.append((predict(replace(work, after=work.after + held), groups, curves), sizes))
-    return min(found)
-
-
-def held_seconds(case: WaveCase, transport: Transport, work: Work, groups: Sequence[int], curves: Curves) -> float:
-    """Seconds of the matmul that collectives cost beyond those that the predictor counts for their bytes."""
-    if transport is Transport.WINDOWS:
-        return 0.0
-    ends = (0, *accumulate(groups))
-    sizes = [sum(work.nbytes[a:b]) for a, b in pairwise(ends)]
-    during = sizes if work.backwards else sizes[:-1]  # the last group goes when all is computed
-    share = case.gpu.channels / case.gpu.processors
-    return sum(share * curves.wire(size) - curves.cpu_per_byte * size for size in during)
-
-
 # As for the CPU's planner: a plan must promise this much over the sequential one.
 _WORTH = 0.985
 
@@ -270,112 +146,98 @@ def _predicted(cases: tuple[WaveCase, ...], transports: tuple[Transport, ...]) -
     return OpPrediction(replace(plan, predicted=best, reason=why), alone, wire, sequential, best, limit)
 
 
-class LayerWires(Enum):
-    """How communication inside a layer counts: behind the matmuls, after them, or not at all."""
-
-    OVERLAPPED = "overlapped"
-    SEQUENTIAL = "sequential"
-    FREE = "free"
-
-
 @dataclass(frozen=True)
-class Seconds:
-    """Of a forward, a backward, and its parts where the schedule splits it."""
+class WaveCase:
+    """An op [m, k] x [n, k]^T on each of `tp` GPUs, where n and k are what one of them computes with.
 
-    forward: float = 0.0
-    backward: float = 0.0
-    input_gradient: float = 0.0
-    weight_gradient: float = 0.0
+    matmul: its tiles and waves
+    tail:   seconds of computing that follows and does not need the op's result
+    """
 
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.input_gradient + other.input_gradient,
-            self.weight_gradient + other.weight_gradient,
-        )
+    gpu: Gpu
+    op: Op
+    m: int
+    n: int
+    k: int
+    tp: int
+    dtype: str
+    matmul: Matmul
+    tail: float = 0.0
 
-    def times(self, count: int) -> Seconds:
-        """The same, one after the other."""
-        return Seconds(
-            self.forward * count, self.backward * count, self.input_gradient * count, self.weight_gradient * count
-        )
+    @classmethod
+    def each(
+        cls, gpu: Gpu, op: Op, m: int, n: int, k: int, tp: int, dtype: str, tail: float = 0.0
+    ) -> tuple[WaveCase, ...]:
+        """The op with each of the tilings, the fastest matmul first."""
+        return tuple(cls(gpu, op, m, n, k, tp, dtype, t, tail) for t in tilings(gpu, m, n, k, dtype=dtype))
 
+    @property
+    def ahead(self) -> int:
+        """Waves of the rows that are there from the start, as far as they fill whole ones."""
+        return self.matmul.waves // self.tp if self.op.gathers else 0
 
-def stage_seconds(job: ScaleJob, stage: int, batch: Batch, wires: LayerWires) -> Seconds:
-    """One micro-batch on one stage; the last one also has the logits."""
-    found = layer_seconds(job, batch, wires).times(job.layers[stage])
-    if stage == job.stages - 1:
-        found += _column(job, job.predicted_tokens(batch), job.model.vocabulary, wires)
-    return found
+    @property
+    def waves(self) -> int:
+        """Waves whose tiles travel, or wait for what does."""
+        return self.matmul.waves - self.ahead
 
+    def curves(self, transport: Transport) -> Curves:
+        return declared_curves(self.gpu, self.op, self.tp, transport, dtype=self.dtype)
 
-def layer_seconds(job: ScaleJob, batch: Batch, wires: LayerWires) -> Seconds:
-    """One micro-batch through one layer, on each of its GPUs."""
-    model, t = job.model, batch.tokens
-    return (
-        _column(job, t, model.qkv, wires)
-        + _attention(job, batch)
-        + _row(job, t, model.hidden, wires)
-        + _column(job, t, model.up, wires)
-        + _row(job, t, model.ffn, wires)
-        + _between(job, t)
-    )
+    def plan(self, transport: Transport, groups: tuple[int, ...] = ()) -> OverlapPlan:
+        """Groups count waves, which are relative sizes of what is sent."""
+        found, hosts = self.matmul, (0,) * self.tp
+        plan = OverlapPlan(self.op, self.m, self.n, self.k, self.dtype, hosts, transport, groups=groups)
+        return replace(plan, tile_m=found.tile_m, tile_n=found.tile_n)
 
+    def cuts(self, units: int) -> tuple[int, ...]:
+        """Where each of so many units begins, in waves, and the end."""
+        return cut_points(self.waves, [1] * min(self.waves, units))
 
-def _layer_seconds(job: ScaleJob, op: Op, wires: LayerWires, m: int, n: int, k: int, tail: float = 0.0) -> float:
-    found = predict_op(job.gpu, op, m, n, k, tp=job.tp, dtype=job.dtype, tail=tail)
-    by_wires = {
-        LayerWires.OVERLAPPED: found.overlapped,
-        LayerWires.SEQUENTIAL: found.sequential,
-        LayerWires.FREE: found.matmul,
-    }
-    return by_wires[wires]
-
-
-def _plain(job: ScaleJob, m: int, n: int, k: int) -> float:
-    return matmul_seconds(job.gpu, m, n, k, dtype=job.dtype)
-
-
-def _column(job: ScaleJob, t: int, n: int, wires: LayerWires) -> Seconds:
-    """A weight [n, h] whose rows are cut: the input is gathered, and the input's gradient summed."""
-    h, own = job.model.hidden, -(-n // job.tp)
-    sharded = job.activations is Activations.SHARDED
-    forward = _layer_seconds(job, Op.ALL_GATHER, wires, t, n, h) if sharded else _plain(job, t, own, h)
-    op = Op.REDUCE_SCATTER if sharded else Op.ALL_REDUCE
-    weight = _plain(job, own, h, t)
-    both = _layer_seconds(job, op, wires, t, h, n, tail=weight)
-    return Seconds(forward, both, _layer_seconds(job, op, wires, t, h, n), weight)
+    def work(self, transport: Transport, units: int = _MOST_UNITS) -> Work:
+        """The waves in so many units."""
+        item, found, cuts = ITEM_BYTES[self.dtype], self.matmul, self.cuts(units)
+        nbytes = wire_bytes(self.op, m=self.m, n=self.n, k=self.k, item=item, size=self.tp)
+        wave = found.seconds / found.waves
+        seconds = tuple(wave * (b - a) for a, b in pairwise(cuts))
+        if self.op.gathers:
+            shares = tuple(nbytes * (b - a) / self.waves for a, b in pairwise(cuts))
+            return Work(seconds, shares, before=wave * self.ahead, backwards=True)
+        # The last wave has only the tiles that are left over.
+        done = [min(self.gpu.processors * cut, found.tiles) for cut in cuts]
+        shares = tuple(nbytes * (b - a) / found.tiles for a, b in pairwise(done))
+        # Through windows each adds up its share of the rows: it reads the parts of all, and writes the sum.
+        summed = transport is Transport.WINDOWS and self.op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE)
+        added = -(-self.m // self.tp) * self.n * item * (self.tp + 1) / self.gpu.copy_rate if summed else 0.0
+        return Work(seconds, shares, after=added + self.tail, last=added / len(seconds))
 
 
-def _row(job: ScaleJob, t: int, k: int, wires: LayerWires) -> Seconds:
-    """A weight [h, k] whose columns are cut: the output is summed, and its gradient gathered."""
-    h, own = job.model.hidden, -(-k // job.tp)
-    sharded = job.activations is Activations.SHARDED
-    forward = _layer_seconds(job, Op.REDUCE_SCATTER if sharded else Op.ALL_REDUCE, wires, t, h, k)
-    gradient = _layer_seconds(job, Op.ALL_GATHER, wires, t, k, h) if sharded else _plain(job, t, own, h)
-    weight = _plain(job, h, own, t)
-    return Seconds(forward, gradient + weight, gradient, weight)
+def best_partition(case: WaveCase, transport: Transport) -> tuple[float, tuple[int, ...]]:
+    """The fewest seconds, and the groups in waves that take them.
+
+    >>> from weft.scale.gpus import find_gpu
+    >>> case, _ = WaveCase.each(find_gpu("A100"), Op.REDUCE_SCATTER, 4096, 12288, 6144, 8, "bfloat16")
+    >>> [len(best_partition(case, transport)[1]) for transport in Transport]
+    [26, 12]
+    """
+    curves, found = case.curves(transport), []
+    coarser = [units for units in _COARSER if units < case.waves] if transport is Transport.MESSAGES else []
+    for units in (_MOST_UNITS, *coarser):
+        work, cuts = case.work(transport, units), case.cuts(units)
+        groups = best_groups(work, curves)
+        held = held_seconds(case, transport, work, groups, curves)
+        ends = [cuts[unit] for unit in (0, *accumulate(groups))]
+        sizes = tuple(b - a for a, b in pairwise(ends))
+        found.append((predict(replace(work, after=work.after + held), groups, curves), sizes))
+    return min(found)
 
 
-def _attention(job: ScaleJob, batch: Batch) -> Seconds:
-    """Scores and their products with the values, of this GPU's heads; decoding reads the caches."""
-    flops = job.model.attention_flops(batch.pairs) / job.tp
-    peak = job.gpu.peak_of(job.dtype)
-    forward = flops / (peak * ATTENTION_FORWARD)
-    if job.mode is Mode.DECODE:
-        cached = batch.pairs * 2 * job.model.kv_heads * job.model.head_width * ITEM_BYTES[job.dtype] / job.tp
-        forward = max(forward, copy_seconds(job.gpu, cached))
-    # Two matmuls forward, five backward: scores are computed again.
-    backward = 2.5 * flops / (peak * ATTENTION_BACKWARD)
-    return Seconds(forward, backward, backward, 0.0)
-
-
-def _between(job: ScaleJob, t: int) -> Seconds:
-    """Two norms with their residuals, four passes each over this GPU's rows, and the activation."""
-    model, item = job.model, ITEM_BYTES[job.dtype]
-    rows = -(-t // job.tp) if job.activations is Activations.SHARDED else t
-    norms = 8 * rows * model.hidden * item
-    activation = t * (model.up + model.ffn) / job.tp * item
-    forward = copy_seconds(job.gpu, norms) + copy_seconds(job.gpu, activation)
-    return Seconds(forward, 2 * forward, 2 * forward, 0.0)
+def held_seconds(case: WaveCase, transport: Transport, work: Work, groups: Sequence[int], curves: Curves) -> float:
+    """Seconds of the matmul that collectives cost beyond those that the predictor counts for their bytes."""
+    if transport is Transport.WINDOWS:
+        return 0.0
+    ends = (0, *accumulate(groups))
+    sizes = [sum(work.nbytes[a:b]) for a, b in pairwise(ends)]
+    during = sizes if work.backwards else sizes[:-1]  # the last group goes when all is computed
+    share = case.gpu.channels / case.gpu.processors
+    return sum(share * curves.wire(size) - curves.cpu_per_byte * size for size in during)

@@ -1,118 +1,37 @@
-"""What goes between stages, and between replicas: seconds, from the reshard planner and the declared cards.
+"""A whole step on a declared cluster: layers, edges, pipeline, gradients and memory put together.
 
-Bytes on each GPU: weights and what training keeps beside them, activations, caches.
+Layers take the seconds of their matmuls (`ops`), edges those of a reshard plan on the declared cards:
 
-A whole step on a declared cluster: layers, edges, pipeline and gradients put together.
+    sharded       forward                                      dgrad, then wgrad
+    qkv, up       all_gather_matmul      [t, h] x [n, h]^T     matmul_reduce_scatter, which wgrad follows
+    out, down     matmul_reduce_scatter  [t, k] x [h, k]^T     all_gather_matmul
+    replicated: a plain matmul instead of a gathering one, matmul_all_reduce instead of matmul_reduce_scatter
+
+Without overlap the reduction of a dgrad runs behind the wgrad, as in Megatron-LM; all else is in turn.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import lru_cache
 
 import torch
 
 from weft.layout import DeclaredCluster, Layout, Mesh, Replicate, Shard
+from weft.overlap.plan import Op
 from weft.pipeline import Costs, Edge, Schedule, Simulation, Transfers, chain
 from weft.pipeline.predict.lower import decide
 from weft.reshard.planner import plan_reshard
-from weft.scale.gpus import ITEM_BYTES
+from weft.scale.gpus import ATTENTION_BACKWARD, ATTENTION_FORWARD, ITEM_BYTES, copy_seconds, matmul_seconds
 from weft.scale.job import ALL_PROMISES, Activations, Batch, Mode, Promise, ScaleJob
-from weft.scale.ops import LayerWires, Seconds, stage_seconds
+from weft.scale.ops import predict_op
 from weft.timeline import Event, Timeline
-
-# A message between hosts: one step of NCCL's plain protocol over a network.
-_NETWORK_LATENCY = 9.6e-6
-
-
-def edge_seconds(job: ScaleJob, tokens: int, promises: frozenset[Promise]) -> dict[Edge, float]:
-    """Seconds of each edge's activations for one micro-batch of all replicas that share a host.
-
-    Without the promise of reshard every GPU gets its box for itself, from one sender.
-    """
-    strategy = "optimal" if Promise.RESHARD in promises else "send_recv"
-    sharded = job.activations is Activations.SHARDED
-    across = 0.0
-    if any(job.host_of(e.source) != job.host_of(e.target) for e in chain(job.stages).edges):
-        shape = (tokens * job.neighbours, job.model.hidden)
-        across = _plan_seconds(shape, job.dtype, job.neighbours, job.tp, sharded, job.host_gbps, strategy)
-    inside = tokens * job.model.hidden * ITEM_BYTES[job.dtype] / (job.tp if sharded else 1) / job.gpu.link
-    return {
-        edge: inside if job.host_of(edge.source) == job.host_of(edge.target) else across
-        for edge in chain(job.stages).edges
-    }
-
-
-@lru_cache(maxsize=256)
-def _plan_seconds(
-    shape: tuple[int, int], dtype: str, replicas: int, tp: int, sharded: bool, gbps: float, strategy: str
-) -> float:
-    """One stage's mesh to the next one's, on the next host. All such edges are alike."""
-    size = replicas * tp
-    placements = (Shard(0), Shard(0) if sharded else Replicate())
-
-    def layout(host: int) -> Layout:
-        ranks = [[host * size + replica * tp + rank for rank in range(tp)] for replica in range(replicas)]
-        return Layout(Mesh.of(ranks, hosts=[[host] * tp] * replicas, axes=("dp", "tp")), placements)
-
-    cluster = DeclaredCluster.uniform(2, gbps=gbps, latency=_NETWORK_LATENCY)
-    kind = getattr(torch, dtype)
-    return plan_reshard(shape, kind, src=layout(0), dst=layout(1), cluster=cluster, strategy=strategy).seconds
-
-
-def cards_of(job: ScaleJob) -> tuple[tuple[int, ...], ...]:
-    """The host of each stage, whose cards it sends through."""
-    return tuple((job.host_of(stage),) for stage in range(job.stages))
-
-
-def gradient_sync_seconds(job: ScaleJob, parameters: float) -> float:
-    """A ring over the replicas: gradients summed as float32, each updates its share, weights gathered again."""
-    if job.dp == 1:
-        return 0.0
-    nbytes = parameters * (4 + ITEM_BYTES[job.dtype]) * (job.dp - 1) / job.dp
-    inside = job.dp * job.tp <= job.devices
-    rate = job.gpu.link if inside else min(job.gpu.link, job.host_gbps * 1e9 / 8 / job.devices)
-    return nbytes / rate + 2 * (job.dp - 1) * _NETWORK_LATENCY
-
-
-def stage_parameters(job: ScaleJob, stage: int) -> float:
-    """Weights of a stage on one of its GPUs; the first and the last also have a share of the vocabulary's."""
-    ends = (stage == 0) + (stage == job.stages - 1 and job.stages > 1)
-    return (job.layers[stage] * job.model.layer_parameters + ends * job.model.vocabulary * job.model.hidden) / job.tp
-
-
-def weight_bytes(job: ScaleJob, parameters: float) -> float:
-    """With float32 gradients and Adam's three float32 values, which the replicas share, in training."""
-    item = ITEM_BYTES[job.dtype]
-    return parameters * (item + 4 + 12 / job.dp) if job.mode is Mode.TRAIN else parameters * item
-
-
-def layer_activations(job: ScaleJob, tokens: int) -> float:
-    """What a layer keeps of a micro-batch for its backward; inputs of gathering matmuls are kept gathered."""
-    model = job.model
-    share = 1 / job.tp if job.activations is Activations.SHARDED else 1.0
-    cut = (model.qkv + model.hidden + model.up + model.ffn) / job.tp
-    return tokens * ITEM_BYTES[job.dtype] * (2 * model.hidden * (1 + share) + cut)
-
-
-def peak_bytes(job: ScaleJob, schedule: Schedule, batch: Batch, promises: frozenset[Promise]) -> tuple[float, ...]:
-    """The most that lies on a GPU of each pipeline rank."""
-    return tuple(_rank_bytes(job, schedule, rank, batch, promises) for rank in range(len(schedule.ranks)))
-
-
-def _rank_bytes(job: ScaleJob, schedule: Schedule, rank: int, batch: Batch, promises: frozenset[Promise]) -> float:
-    stages, item = schedule.stages_of(rank), ITEM_BYTES[job.dtype]
-    total = weight_bytes(job, sum(stage_parameters(job, stage) for stage in stages))
-    layers = max(job.layers[stage] for stage in stages)
-    if job.mode is Mode.TRAIN:
-        return total + schedule.peak_by_rank[rank] * layers * layer_activations(job, batch.tokens)
-    held = sum(job.layers[stage] for stage in stages) * job.context(promises) * job.microbatches
-    caches = held * 2 * job.model.kv_heads * job.model.head_width * item / job.tp
-    return total + caches + layer_activations(job, batch.tokens)
-
 
 ALL = "all four"
 NONE = "none of them"
+# A message between hosts: one step of NCCL's plain protocol over a network.
+_NETWORK_LATENCY = 9.6e-6
 
 
 @dataclass(frozen=True)
@@ -244,3 +163,200 @@ def _sync_seconds(job: ScaleJob, schedule: Schedule) -> float:
         return 0.0
     ranks = range(len(schedule.ranks))
     return max(gradient_sync_seconds(job, sum(stage_parameters(job, s) for s in schedule.stages_of(r))) for r in ranks)
+
+
+class LayerWires(Enum):
+    """How communication inside a layer counts: behind the matmuls, after them, or not at all."""
+
+    OVERLAPPED = "overlapped"
+    SEQUENTIAL = "sequential"
+    FREE = "free"
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a forward, a backward, and its parts where the schedule splits it."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+        )
+
+    def times(self, count: int) -> Seconds:
+        """The same, one after the other."""
+        return Seconds(
+            self.forward * count, self.backward * count, self.input_gradient * count, self.weight_gradient * count
+        )
+
+
+def stage_seconds(job: ScaleJob, stage: int, batch: Batch, wires: LayerWires) -> Seconds:
+    """One micro-batch on one stage; the last one also has the logits."""
+    found = layer_seconds(job, batch, wires).times(job.layers[stage])
+    if stage == job.stages - 1:
+        found += _column(job, job.predicted_tokens(batch), job.model.vocabulary, wires)
+    return found
+
+
+def layer_seconds(job: ScaleJob, batch: Batch, wires: LayerWires) -> Seconds:
+    """One micro-batch through one layer, on each of its GPUs."""
+    model, t = job.model, batch.tokens
+    return (
+        _column(job, t, model.qkv, wires)
+        + _attention(job, batch)
+        + _row(job, t, model.hidden, wires)
+        + _column(job, t, model.up, wires)
+        + _row(job, t, model.ffn, wires)
+        + _between(job, t)
+    )
+
+
+def _layer_seconds(job: ScaleJob, op: Op, wires: LayerWires, m: int, n: int, k: int, tail: float = 0.0) -> float:
+    found = predict_op(job.gpu, op, m, n, k, tp=job.tp, dtype=job.dtype, tail=tail)
+    by_wires = {
+        LayerWires.OVERLAPPED: found.overlapped,
+        LayerWires.SEQUENTIAL: found.sequential,
+        LayerWires.FREE: found.matmul,
+    }
+    return by_wires[wires]
+
+
+def _plain(job: ScaleJob, m: int, n: int, k: int) -> float:
+    return matmul_seconds(job.gpu, m, n, k, dtype=job.dtype)
+
+
+def _column(job: ScaleJob, t: int, n: int, wires: LayerWires) -> Seconds:
+    """A weight [n, h] whose rows are cut: the input is gathered, and the input's gradient summed."""
+    h, own = job.model.hidden, -(-n // job.tp)
+    sharded = job.activations is Activations.SHARDED
+    forward = _layer_seconds(job, Op.ALL_GATHER, wires, t, n, h) if sharded else _plain(job, t, own, h)
+    op = Op.REDUCE_SCATTER if sharded else Op.ALL_REDUCE
+    weight = _plain(job, own, h, t)
+    both = _layer_seconds(job, op, wires, t, h, n, tail=weight)
+    return Seconds(forward, both, _layer_seconds(job, op, wires, t, h, n), weight)
+
+
+def _row(job: ScaleJob, t: int, k: int, wires: LayerWires) -> Seconds:
+    """A weight [h, k] whose columns are cut: the output is summed, and its gradient gathered."""
+    h, own = job.model.hidden, -(-k // job.tp)
+    sharded = job.activations is Activations.SHARDED
+    forward = _layer_seconds(job, Op.REDUCE_SCATTER if sharded else Op.ALL_REDUCE, wires, t, h, k)
+    gradient = _layer_seconds(job, Op.ALL_GATHER, wires, t, k, h) if sharded else _plain(job, t, own, h)
+    weight = _plain(job, h, own, t)
+    return Seconds(forward, gradient + weight, gradient, weight)
+
+
+def _attention(job: ScaleJob, batch: Batch) -> Seconds:
+    """Scores and their products with the values, of this GPU's heads; decoding reads the caches."""
+    flops = job.model.attention_flops(batch.pairs) / job.tp
+    peak = job.gpu.peak_of(job.dtype)
+    forward = flops / (peak * ATTENTION_FORWARD)
+    if job.mode is Mode.DECODE:
+        cached = batch.pairs * 2 * job.model.kv_heads * job.model.head_width * ITEM_BYTES[job.dtype] / job.tp
+        forward = max(forward, copy_seconds(job.gpu, cached))
+    # Two matmuls forward, five backward: scores are computed again.
+    backward = 2.5 * flops / (peak * ATTENTION_BACKWARD)
+    return Seconds(forward, backward, backward, 0.0)
+
+
+def _between(job: ScaleJob, t: int) -> Seconds:
+    """Two norms with their residuals, four passes each over this GPU's rows, and the activation."""
+    model, item = job.model, ITEM_BYTES[job.dtype]
+    rows = -(-t // job.tp) if job.activations is Activations.SHARDED else t
+    norms = 8 * rows * model.hidden * item
+    activation = t * (model.up + model.ffn) / job.tp * item
+    forward = copy_seconds(job.gpu, norms) + copy_seconds(job.gpu, activation)
+    return Seconds(forward, 2 * forward, 2 * forward, 0.0)
+
+
+def edge_seconds(job: ScaleJob, tokens: int, promises: frozenset[Promise]) -> dict[Edge, float]:
+    """Seconds of each edge's activations for one micro-batch of all replicas that share a host.
+
+    Without the promise of reshard every GPU gets its box for itself, from one sender.
+    """
+    strategy = "optimal" if Promise.RESHARD in promises else "send_recv"
+    sharded = job.activations is Activations.SHARDED
+    across = 0.0
+    if any(job.host_of(e.source) != job.host_of(e.target) for e in chain(job.stages).edges):
+        shape = (tokens * job.neighbours, job.model.hidden)
+        across = _plan_seconds(shape, job.dtype, job.neighbours, job.tp, sharded, job.host_gbps, strategy)
+    inside = tokens * job.model.hidden * ITEM_BYTES[job.dtype] / (job.tp if sharded else 1) / job.gpu.link
+    return {
+        edge: inside if job.host_of(edge.source) == job.host_of(edge.target) else across
+        for edge in chain(job.stages).edges
+    }
+
+
+@lru_cache(maxsize=256)
+def _plan_seconds(
+    shape: tuple[int, int], dtype: str, replicas: int, tp: int, sharded: bool, gbps: float, strategy: str
+) -> float:
+    """One stage's mesh to the next one's, on the next host. All such edges are alike."""
+    size = replicas * tp
+    placements = (Shard(0), Shard(0) if sharded else Replicate())
+
+    def layout(host: int) -> Layout:
+        ranks = [[host * size + replica * tp + rank for rank in range(tp)] for replica in range(replicas)]
+        return Layout(Mesh.of(ranks, hosts=[[host] * tp] * replicas, axes=("dp", "tp")), placements)
+
+    cluster = DeclaredCluster.uniform(2, gbps=gbps, latency=_NETWORK_LATENCY)
+    kind = getattr(torch, dtype)
+    return plan_reshard(shape, kind, src=layout(0), dst=layout(1), cluster=cluster, strategy=strategy).seconds
+
+
+def cards_of(job: ScaleJob) -> tuple[tuple[int, ...], ...]:
+    """The host of each stage, whose cards it sends through."""
+    return tuple((job.host_of(stage),) for stage in range(job.stages))
+
+
+def gradient_sync_seconds(job: ScaleJob, parameters: float) -> float:
+    """A ring over the replicas: gradients summed as float32, each updates its share, weights gathered again."""
+    if job.dp == 1:
+        return 0.0
+    nbytes = parameters * (4 + ITEM_BYTES[job.dtype]) * (job.dp - 1) / job.dp
+    inside = job.dp * job.tp <= job.devices
+    rate = job.gpu.link if inside else min(job.gpu.link, job.host_gbps * 1e9 / 8 / job.devices)
+    return nbytes / rate + 2 * (job.dp - 1) * _NETWORK_LATENCY
+
+
+def stage_parameters(job: ScaleJob, stage: int) -> float:
+    """Weights of a stage on one of its GPUs; the first and the last also have a share of the vocabulary's."""
+    ends = (stage == 0) + (stage == job.stages - 1 and job.stages > 1)
+    return (job.layers[stage] * job.model.layer_parameters + ends * job.model.vocabulary * job.model.hidden) / job.tp
+
+
+def weight_bytes(job: ScaleJob, parameters: float) -> float:
+    """With float32 gradients and Adam's three float32 values, which the replicas share, in training."""
+    item = ITEM_BYTES[job.dtype]
+    return parameters * (item + 4 + 12 / job.dp) if job.mode is Mode.TRAIN else parameters * item
+
+
+def layer_activations(job: ScaleJob, tokens: int) -> float:
+    """What a layer keeps of a micro-batch for its backward; inputs of gathering matmuls are kept gathered."""
+    model = job.model
+    share = 1 / job.tp if job.activations is Activations.SHARDED else 1.0
+    cut = (model.qkv + model.hidden + model.up + model.ffn) / job.tp
+    return tokens * ITEM_BYTES[job.dtype] * (2 * model.hidden * (1 + share) + cut)
+
+
+def peak_bytes(job: ScaleJob, schedule: Schedule, batch: Batch, promises: frozenset[Promise]) -> tuple[float, ...]:
+    """The most that lies on a GPU of each pipeline rank."""
+    return tuple(_rank_bytes(job, schedule, rank, batch, promises) for rank in range(len(schedule.ranks)))
+
+
+def _rank_bytes(job: ScaleJob, schedule: Schedule, rank: int, batch: Batch, promises: frozenset[Promise]) -> float:
+    stages, item = schedule.stages_of(rank), ITEM_BYTES[job.dtype]
+    total = weight_bytes(job, sum(stage_parameters(job, stage) for stage in stages))
+    layers = max(job.layers[stage] for stage in stages)
+    if job.mode is Mode.TRAIN:
+        return total + schedule.peak_by_rank[rank] * layers * layer_activations(job, batch.tokens)
+    held = sum(job.layers[stage] for stage in stages) * job.context(promises) * job.microbatches
+    caches = held * 2 * job.model.kv_heads * job.model.head_width * item / job.tp
+    return total + caches + layer_activations(job, batch.tokens)

@@ -1,8 +1,14 @@
 """Events on lanes: what a plan predicts and what a run did, as one type.
 
-`Timeline` is a frozen value. It prints (`text`), is saved and loaded as Chrome trace JSON, and sums itself up
-(`summary`). `weft.timeline.record` records one; `weft.timeline.clocks` merges those of the ranks; `weft.report` draws
-them as SVG and HTML.
+timeline  `Timeline`, a frozen value; the calls of a trace
+events    one event; what a lane or a place was doing when, as sets of seconds
+summary   how much was work, waiting, and hidden communication
+text      drawn with characters
+chrome    saved and loaded as Chrome trace JSON
+record    `weft.trace`: recording one
+clocks    one clock for all ranks, and their timelines merged
+
+`weft.report` draws timelines as SVG and HTML.
 """
 
 from weft.timeline.events import KINDS, Event, Kind

@@ -1,11 +1,7 @@
-"""One thing that happened, or will happen, on one lane.
+"""`Event`: one thing that happened, or will happen, on one lane. And what a lane or a place was doing when.
 
-Sets of seconds: unions, intersections and differences of intervals, each by one sweep.
-
-An interval is a pair `(start, end)`. A *set* is a sorted list of disjoint intervals, which is what `union`
-returns and what the other functions take. All is O(n log n), or O(n) on sets.
-
-What a lane, or a whole place, was doing when: events turned into sets of seconds.
+That is told in sets of seconds. An interval is a pair `(start, end)`; a *set* is a sorted list of disjoint intervals,
+which is what `union` returns and what the other functions take. All is O(n log n), or O(n) on sets.
 
 - *waiting*: the union of the `wait` events. Waiting wins over an event around it: a thread that waits inside
   a span called `compute` is not computing.
@@ -28,6 +24,7 @@ from typing import Literal, get_args
 
 Kind = Literal["compute", "send", "recv", "wait", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,59 @@ class Event:
         return self.lane.rpartition("/")[0]
 
 
-Interval = tuple[float, float]
+@dataclass(frozen=True)
+class Activity:
+    """The sets of seconds in which a lane or a place did each thing."""
+
+    compute: list[Interval]
+    communication: list[Interval]
+    waiting: list[Interval]
+    busy: list[Interval]
+
+
+def lane_activity(events: Sequence[Event]) -> Activity:
+    """The activity of the lane that has these events."""
+
+    def covered(*kinds: Kind) -> list[Interval]:
+        return union((e.start, e.end) for e in events if e.kind in kinds)
+
+    waiting = covered("wait")
+    return Activity(
+        compute=difference(covered("compute"), waiting),
+        communication=covered("send", "recv"),
+        waiting=waiting,
+        busy=difference(covered("compute", "send", "recv", "other"), waiting),
+    )
+
+
+def place_activity(lanes: Iterable[Activity]) -> Activity:
+    """The activity of the place that has these lanes."""
+    lanes = list(lanes)
+    busy = union(x for lane in lanes for x in lane.busy)
+    return Activity(
+        compute=union(x for lane in lanes for x in lane.compute),
+        communication=union(x for lane in lanes for x in lane.communication),
+        waiting=difference(union(x for lane in lanes for x in lane.waiting), busy),
+        busy=busy,
+    )
+
+
+def group_by_lane(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """The events of each lane, lanes in natural order: `rank 2/comm` before `rank 10/comm`."""
+    lanes: dict[str, list[Event]] = {}
+    for event in events:
+        lanes.setdefault(event.lane, []).append(event)
+    return {lane: lanes[lane] for lane in sorted(lanes, key=natural_key)}
+
+
+def natural_key(text: str) -> tuple[list[tuple[int, str]], str]:
+    """Sorts numbers inside text by value; the text itself breaks ties such as `1` and `01`.
+
+    >>> sorted(["rank 10", "rank 2"], key=natural_key)
+    ['rank 2', 'rank 10']
+    """
+    parts = re.split(r"([0-9]+)", text)
+    return [(int(part) if i % 2 else 0, "" if i % 2 else part) for i, part in enumerate(parts)], text
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -172,58 +221,3 @@ def rows(intervals: Sequence[Interval]) -> list[int]:
         heapq.heappush(running, (end, row))
         placed.append(row)
     return placed
-
-
-@dataclass(frozen=True)
-class Activity:
-    """The sets of seconds in which a lane or a place did each thing."""
-
-    compute: list[Interval]
-    communication: list[Interval]
-    waiting: list[Interval]
-    busy: list[Interval]
-
-
-def lane_activity(events: Sequence[Event]) -> Activity:
-    """The activity of the lane that has these events."""
-
-    def covered(*kinds: Kind) -> list[Interval]:
-        return union((e.start, e.end) for e in events if e.kind in kinds)
-
-    waiting = covered("wait")
-    return Activity(
-        compute=difference(covered("compute"), waiting),
-        communication=covered("send", "recv"),
-        waiting=waiting,
-        busy=difference(covered("compute", "send", "recv", "other"), waiting),
-    )
-
-
-def place_activity(lanes: Iterable[Activity]) -> Activity:
-    """The activity of the place that has these lanes."""
-    lanes = list(lanes)
-    busy = union(x for lane in lanes for x in lane.busy)
-    return Activity(
-        compute=union(x for lane in lanes for x in lane.compute),
-        communication=union(x for lane in lanes for x in lane.communication),
-        waiting=difference(union(x for lane in lanes for x in lane.waiting), busy),
-        busy=busy,
-    )
-
-
-def group_by_lane(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """The events of each lane, lanes in natural order: `rank 2/comm` before `rank 10/comm`."""
-    lanes: dict[str, list[Event]] = {}
-    for event in events:
-        lanes.setdefault(event.lane, []).append(event)
-    return {lane: lanes[lane] for lane in sorted(lanes, key=natural_key)}
-
-
-def natural_key(text: str) -> tuple[list[tuple[int, str]], str]:
-    """Sorts numbers inside text by value; the text itself breaks ties such as `1` and `01`.
-
-    >>> sorted(["rank 10", "rank 2"], key=natural_key)
-    ['rank 2', 'rank 10']
-    """
-    parts = re.split(r"([0-9]+)", text)
-    return [(int(part) if i % 2 else 0, "" if i % 2 else part) for i, part in enumerate(parts)], text

@@ -1,4 +1,4 @@
-"""Recording what the executors do.
+"""`weft.trace`: recording what the executors do.
 
 A user writes
 
@@ -10,15 +10,15 @@ A user writes
 
 and an executor, where it is cheap enough to open a span,
 
-    with tracing.span("compute", "matmul", lane="compute", flops=2 * M * N * K):
+    with record.span("compute", "matmul", lane="compute", flops=2 * M * N * K):
         ...
 
 or on a hot path, or where a thread of its own does the work,
 
-    recorder = tracing.current()            # once, when the op starts, on the caller's thread
+    recorder = record.current()            # once, when the op starts, on the caller's thread
     ...
     if recorder is not None:                # on any thread
-        recorder.add("send", f"group {i}", lane="comm", start=start, end=tracing.now(), bytes=n)
+        recorder.add("send", f"group {i}", lane="comm", start=start, end=record.now(), bytes=n)
 
 An op that wants a row of its own in the summary records through `recorder.call(...)`: its events belong to that call
 and to the trace.
@@ -41,8 +41,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.timeline import Baseline, Event, Kind, Summary, Timeline, TracedCall
-from weft.timeline.timeline import figures
+from weft.timeline.events import Event, Kind
+from weft.timeline.summary import Baseline, Summary
+from weft.timeline.timeline import Timeline, TracedCall, figures
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -81,7 +82,7 @@ class Trace:
         bytes: int | None = None,
         flops: float | None = None,
     ) -> None:
-        """Records one event; `start` and `end` are from `tracing.now`."""
+        """Records one event; `start` and `end` are from `record.now`."""
         self._append((lane, kind, name, start, end, bytes, flops))
 
     def _append(self, record: _Record) -> None:
@@ -137,7 +138,7 @@ class Trace:
 
     def gather(self, *, group: ProcessGroup, device: str = "cpu") -> Timeline:
         """All ranks' timelines on rank 0's clock; every rank of the group calls it and gets it."""
-        from weft.timeline import clocks  # which is built on this
+        from weft.timeline import clocks  # which needs torch.distributed
 
         return clocks.gather(self.timeline, group=group, device=device)
 

@@ -1,7 +1,4 @@
-"""The timeline itself.
-
-The calls of a trace: each with its own timeline, and all of one kind as one row of figures.
-"""
+"""`Timeline`: events in order of start; and the calls of a trace, each with a timeline of its own."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.kernels.cpu_attention import check_offsets
-from weft.kernels.door import index_at, rows_at
+from weft.kernels.door import check_offsets, index_at, rows_at
 from weft.models.spec import Transformer
 from weft.transformer.memory import RankCache, Workspace
 

@@ -1,14 +1,6 @@
-"""A row-parallel matmul and its all-reduce inside a host, with the overhead of neither: for engines that decode.
+"""vLLM's unquantised linears on the native matmul, and its row-parallel linear with its all-reduce as one op.
 
-    x_r [M, K_r], w_r [N, K_r], b [N] -> y = sum over r of x_r w_r^T + b   [M, N], the same on all ranks
-
-The matmul writes into the window, and all ranks add up what is there, in rank order. Where M is large, a block of rows
-is computed while the peers finish the one before, so that nobody waits for a rank that is a little behind; and the sums
-find the blocks in the cache. `weft.matmul_all_reduce` does the same for any group and traces it.
-
-vLLM's unquantised linears on the native matmul, with the weight packed when it is loaded.
-
-vLLM's row-parallel linear with its all-reduce as one op.
+Weights are packed when they are loaded.
 """
 
 from __future__ import annotations
@@ -25,37 +17,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.platforms import current_platform
 
 from weft._torch import multiplies_bfloat16
-from weft.comm.host_collectives import LeanGroup
 from weft.kernels import PackedWeight, linear
-from weft.kernels.dispatch import kernels_for
 from weft.kernels.freshness import Stamp
 from weft.vllm.communicator import WindowCommunicator, lean_group
+from weft.vllm.fused import fused_matmul_all_reduce
 
-_BLOCK_ROWS = 480  # a multiple of the strips of the matmul; fewer rows read the weight more often, 1 to 2 % slower
-_WHAT = "matmul_all_reduce"
-
-
-def fused_matmul_all_reduce(lean: LeanGroup, x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None) -> Tensor:
-    """y = all_reduce(x w^T + bias): x [M, K_r], weight [N, K_r] -> [M, N]. One rank only gives the bias [N]."""
-    m, n = x.shape[0], weight.n
-    room = lean.elements(x.dtype) // n
-    if room == 0:
-        return lean.all_reduce(linear(x, weight, bias=bias), what=_WHAT)
-    out = kernels_for(x).empty(m, n, dtype=x.dtype)
-    step = min(room, _BLOCK_ROWS)
-    last: tuple[int, Tensor, list[Tensor]] | None = None
-    for first in range(0, m, step):
-        block = out[first : first + step]
-        places = lean.bank(tuple(block.shape), x.dtype)
-        linear(x[first : first + step], weight, bias=bias, out=places[lean.rank])
-        turn = lean.publish(_WHAT)
-        if last is not None:
-            lean.add_up(*last, what=_WHAT)
-        last = (turn, block, places)
-    if last is not None:
-        lean.add_up(*last, what=_WHAT)
-    return out
-
+Dispatch = Callable[[Any, bool], None]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -86,9 +53,6 @@ class PackedLinear:
         if weight.numel() > 0 and torch.compiler.is_compiling():  # a compiled graph could not ask for its stamp
             return functional.linear(x, weight, bias)
         return linear(x, self.of(weight), bias=bias)
-
-
-Dispatch = Callable[[Any, bool], None]
 
 
 def native_dispatch(original: Dispatch) -> Dispatch:
@@ -177,7 +141,7 @@ class WindowRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
 @torch.library.custom_op("weft::window_matmul_all_reduce", mutates_args=())
 def matmul_all_reduce(x: Tensor, packed: Tensor, bias: Tensor | None, n: int, isa: str, group: str) -> Tensor:
-    """`fused.matmul_all_reduce` for compiled graphs."""
+    """`fused_matmul_all_reduce` for compiled graphs."""
     return fused_matmul_all_reduce(lean_group(group), x, PackedWeight(packed, n, x.shape[1], isa), bias=bias)
 
 

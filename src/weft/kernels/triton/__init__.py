@@ -1,8 +1,15 @@
-"""The kernels in Triton, for CUDA devices: what `weft.kernels.cpu`, `cpu_rows` and `cpu_attention` are for the CPU.
+"""The kernels in Triton, for CUDA devices: what `weft.kernels.cpu` and `cpu_attention` are for the CPU.
 
-One kernel a file; `linear.py`, `rows.py` and `attention.py` launch them, with the arguments of the CPU's functions.
-`variants.py` lists all of them with their block sizes, for `weft kernels compile`. No kernel here has ever run on a
-GPU: docs/gpu.md says what has been proven, and how.
+matmul       `linear` with epilogues, tile orders and signals
+rows         norms, sums of table rows, rotary positions, gates, sums of ranks' parts
+attention    packed attention and its gradient
+signals      counters: told and waited for by kernels
+launch       what a launch needs: checks, block sizes, tables on the device
+compile      every kernel compiled for GPUs that need not be there: `weft kernels compile`
+interpreter  Triton's interpreter, mended, for tests
+
+Each of the first three has its kernels and their launchers, with the arguments of the CPU's functions. No kernel here
+has ever run on a GPU: docs/gpu.md says what has been proven, and how.
 """
 
 from __future__ import annotations

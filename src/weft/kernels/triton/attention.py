@@ -1,27 +1,13 @@
-"""What the attention kernels share: which sequence a block of rows belongs to, and what a query sees.
+"""Packed attention and its gradient: kernels, then launchers with the arguments of `weft.kernels.cpu_attention`.
 
-out = softmax(scale q k^T - slope |distance|) v over packed sequences, with an online softmax.
+    out = softmax(scale q k^T - slope |distance|) v over packed sequences, with an online softmax
+    dv = P^T dout    dS = P (dout v^T - delta), delta = sum(dout out)    dq = scale dS k    dk = scale dS^T q
 
-    q, out [Tq, H, D]   k, v [Tk, Hkv, D]   lse [H, Tq]   cu_q, cu_k [sequences + 1]
+    q, out, dout, dq [Tq, H, D]   k, v, dk, dv [Tk, Hkv, D]   lse, delta [H, Tq]   cu_q, cu_k [sequences + 1]
 
-A program takes a block of queries of one sequence and one head. Blocks start where their sequence does and keys are
-taken from the first to the last, so the bits of a sequence depend on that sequence only.
-
-dq = scale dS k, dS = P (dout v^T - delta), delta = sum(dout out): the first of two passes of the gradient.
-
-    dout, q, out, dq [Tq, H, D]   k, v [Tk, Hkv, D]   lse, delta [H, Tq]
-
-A program takes a block of queries and goes over the keys in order. It also leaves `delta` for the second pass. Two
-passes compute the scores twice, but need no atomic adds: the same gradients, bit for bit, at every run.
-
-dv = P^T dout, dk = scale dS^T q: the second of two passes of the gradient.
-
-    dout, q [Tq, H, D]   k, v, dk, dv [Tk, Hkv, D]   lse, delta [H, Tq]
-
-A program takes a block of keys of one key head, and goes over the query heads that share it and over their queries in
-order: nothing is added by two programs to one place.
-
-The launchers of packed attention: the arguments of `weft.kernels.cpu_attention`, on the device.
+Blocks start where their sequence does, and keys are taken from the first to the last, so the bits of a sequence depend
+on that sequence only. The gradient takes two passes, one over queries and one over keys: they compute the scores twice,
+but need no atomic adds, so that the gradients are the same, bit for bit, at every run.
 
 Neither has ever run on a GPU: they were run in Triton's interpreter and compiled for sm80, sm90 and sm100.
 """
@@ -69,6 +55,7 @@ def attention_kernel(
     stride_q, stride_qh, stride_k, stride_kh, stride_v, stride_vh, stride_out, stride_outh,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """A program takes a block of queries of one sequence and one head, and goes over the keys."""
     block = tl.program_id(0)
     head = tl.program_id(1)
     if block < tl.load(blocks + sequences):
@@ -123,6 +110,7 @@ def attention_grad_q_kernel(
     stride_dq, stride_dqh,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """The first pass: a program takes a block of queries, goes over the keys in order, and leaves `delta` behind."""
     # Held over the loop, two wide float32 operands of dots would not fit the registers: they are read again instead.
     RELOAD: tl.constexpr = BLOCK_D > 128 and q.dtype.element_ty == tl.float32
     block = tl.program_id(0)
@@ -179,6 +167,10 @@ def attention_grad_kv_kernel(
     stride_dv, stride_dvh,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """The second pass: a program takes a block of keys of one key head, and goes over the query heads that share it.
+
+    It takes their queries in order: nothing is added by two programs to one place.
+    """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     if block < tl.load(blocks + sequences):

@@ -1,8 +1,7 @@
-"""How many blocks of a kernel fit on a multiprocessor at once, from the limits that NVIDIA publishes.
+"""The proof that the kernels fit: every variant compiled for GPUs that need not be there, and what it takes.
 
-Every kernel with the types, options and block sizes it is launched with: what `weft kernels compile` compiles.
-
-Compiles kernels for GPUs that need not be there, and says what each takes: the proof that they fit.
+`variants` lists every kernel with the types, options and block sizes it is launched with; `compile_variant` compiles
+one, and says how many of its blocks fit on a multiprocessor at once, from the limits that NVIDIA publishes.
 """
 
 from __future__ import annotations
@@ -236,7 +235,7 @@ class Resources:
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled:
+class CompiledKernel:
     """A cubin, the PTX that it was assembled from, and what it takes."""
 
     ptx: str
@@ -244,7 +243,7 @@ class Compiled:
     resources: Resources
 
 
-def compile_variant(variant: Variant, arch: str) -> Compiled:
+def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
     """Compiles for "sm80", "sm86", "sm89", "sm90" or "sm100"; Triton keeps the result in its cache."""
     if arch not in ARCHS:
         raise ValueError(f"got the architecture {arch!r}, expected one of {', '.join(ARCHS)}")
@@ -271,7 +270,7 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
         variant.kernel, variant.label, arch, variant.is_default, config.warps, registers, stack, built.metadata.shared,
         blocks, occupancy(arch, blocks, config.warps),
     )  # fmt: skip
-    return Compiled(built.asm["ptx"], cubin, resources)
+    return CompiledKernel(built.asm["ptx"], cubin, resources)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

@@ -1,18 +1,12 @@
-"""What the launchers refuse. A kernel never checks, so nothing may pass here that would make it read out of bounds.
+"""What a launch needs: checked tensors, block sizes, and tables that lie on the device already.
 
-The block sizes of each kernel: the first of a list is the default, the others are worth measuring on a GPU.
+A kernel never checks, so nothing may pass the checks here that would make it read out of bounds.
 
-A default depends on the type and the head width only, never on M, the batch or the tiles: block sizes choose the
-instructions, and so the bits. None has been timed on a GPU: the defaults are sizes that compile without spilling.
+Of the block sizes the first of a list is the default, the others are worth measuring on a GPU. A default depends on the
+type and the head width only, never on M, the batch or the tiles: block sizes choose the instructions, and so the bits.
+None has been timed on a GPU: the defaults are sizes that compile without spilling.
 
-Schedules and places on the device: made once, so that a launch copies nothing and can be captured in a graph.
-
-Where the elements of a matrix lie after they were stored in the order in which they travel.
-
-A matrix [M, N] is cut into pieces of `rows` x `cols`, the last ones smaller. The piece at (i, j) starts at
-starts[i, j] of a flat buffer, and its rows are strides[i, j] apart. Whole **tiles** travel for an all-reduce, row
-**subtiles** (tiles cut by rows into a part for each rank) for a reduce-scatter, single rows of tiles (**subtokens**),
-each to its own destination, for an all-to-all. A norm that reads through such a map undoes the order for free.
+Schedules, places and orders are made once, so that a launch copies nothing and can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -21,14 +15,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from weft.kernels.tiles import TileOutput, TileSchedule, Tiling
-from weft.kernels.triton.signals import wait_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INTERPRETED = not isinstance(wait_kernel, JITFunction)
+
+
+@triton.jit
+def _nothing():
+    pass
+
+
+INTERPRETED = not isinstance(_nothing, JITFunction)
 """Whether Triton interprets its kernels, on the CPU: it decides that when it is imported."""
 
 
@@ -236,9 +237,15 @@ def owners_first(tiling: Tiling, bounds: Sequence[int], rank: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The map: `starts` and `strides` are int64 [row pieces, column pieces] on the device that reads them.
+    """Where the elements of a matrix [M, N] lie after they were stored in the order in which they travel.
 
-    `elements` is how long the flat buffer must be at least.
+    It is cut into pieces of `rows` x `cols`, the last ones smaller. The piece at (i, j) starts at starts[i, j] of a
+    flat buffer, and its rows are strides[i, j] apart. Whole **tiles** travel for an all-reduce, row **subtiles** (tiles
+    cut by rows into a part for each rank) for a reduce-scatter, single rows of tiles (**subtokens**), each to its own
+    destination, for an all-to-all. A norm that reads through such a map undoes the order for free.
+
+    starts, strides: int64 [row pieces, column pieces] on the device that reads them
+    elements:        how long the flat buffer must be at least
     """
 
     m: int

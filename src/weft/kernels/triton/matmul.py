@@ -1,6 +1,4 @@
-"""The activations of an epilogue, in float32.
-
-out = activation(x w^T + bias) + residual, tile by tile in a given order, with signals in and out.
+"""out = activation(x w^T + bias) + residual, tile by tile in a given order, with signals in and out.
 
     x [M, K]   w [N, K]   bias [N]   residual, pre, out [M, N]
 
@@ -8,7 +6,7 @@ Each program takes the tiles at, at + programs, ... of `order`. A tile may wait 
 to `out` or to a place of its own, and adds one to the counter of its group when all of it is stored. K is summed in
 steps of BLOCK_K from the first to the last, whatever the tiles, their order and M, so the bits don't depend on those.
 
-The launcher of the matmul with signals: the arguments of `weft.kernels.cpu.linear`, on the device.
+The kernel comes first, then its launcher, with the arguments of `weft.kernels.cpu.linear`.
 """
 
 from __future__ import annotations

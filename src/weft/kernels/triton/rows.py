@@ -1,28 +1,7 @@
-"""out = norm(x + bias + residual) * weight + beta, a row a program; x may lie in an order of communication.
+"""Row operations: norms, sums of table rows, rotary positions, gates, sums of ranks' parts. Kernels, then launchers.
 
-    x, residual, total, out [M, N]   bias, weight, beta [N]   mean, rstd [M]; RMSNorm has no mean
-
-With `starts` and `strides`, x is a flat buffer in pieces of piece_rows x piece_cols (see `order.py`), read in place.
-
-out[r] = the sum of table[index[r]] over up to three tables; a negative index adds nothing.
-
-With one table this packs (index: the places of real tokens) and unpacks (index: the token of each place, or -1).
-
-Turns heads by their positions: (a, b) -> (a cos - b sin, b cos + a sin) for the two halves of a head.
-
-x, out [T, H, D]   cos, sin [positions, D / 2] in float32   positions [T]
-
-out [M, N] = activation(x[:, :N]) * x[:, N:] for x [M, 2 N].
-
-out = parts[0] + parts[1] + ...: the end of a reduce-scatter, summed in rank order, so the bits depend on no timing.
-
-    parts [P, elements], each written by another rank; out [elements]
-
-A program may first wait until every rank's part is there.
-
-The launchers of the row operations: the arguments of `weft.kernels.cpu`, on the device.
-
-None of these has ever run on a GPU: they were run in Triton's interpreter and compiled for sm80, sm90 and sm100.
+The launchers have the arguments of `weft.kernels.cpu`. None of these has ever run on a GPU: they were run in Triton's
+interpreter and compiled for sm80, sm90 and sm100.
 """
 
 from __future__ import annotations
@@ -47,6 +26,12 @@ def norm_kernel(
     x, starts, strides, bias, residual, weight, beta, total, out, mean, rstd, N, eps, stride_x, stride_residual,
     stride_total, stride_out, piece_rows, piece_cols, pieces, RMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """out = norm(x + bias + residual) * weight + beta, a row a program; x may lie in an order of communication.
+
+    x, residual, total, out [M, N]   bias, weight, beta [N]   mean, rstd [M]; RMSNorm has no mean
+
+    With `starts` and `strides`, x is a flat buffer in pieces of piece_rows x piece_cols (`Order`), read in place.
+    """
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < N
@@ -86,6 +71,10 @@ def gather_kernel(
     out, first, first_index, second, second_index, third, third_index, N, stride_out, stride_first, stride_second,
     stride_third, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """out[r] = the sum of table[index[r]] over up to three tables; a negative index adds nothing.
+
+    With one table this packs (index: the places of real tokens) and unpacks (index: the token of each place, or -1).
+    """
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < N
@@ -107,6 +96,10 @@ def gather_kernel(
 def rotary_kernel(
     x, out, cos, sin, positions, half, sign, stride_x, stride_out, stride_head, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """Turns heads by their positions: (a, b) -> (a cos - b sin, b cos + a sin) for the two halves of a head.
+
+    x, out [T, H, D]   cos, sin [positions, D / 2] in float32   positions [T]
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -124,6 +117,7 @@ def rotary_kernel(
 
 @triton.jit
 def gate_kernel(x, out, N, stride_x, stride_out, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """out [M, N] = activation(x[:, :N]) * x[:, N:] for x [M, 2 N]."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < N
@@ -137,6 +131,10 @@ def sum_kernel(
     parts, out, bias, ready, late, elements, ranks, stride_parts, N, ready_value, limit_ns,
     BLOCK: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    """out = parts[0] + parts[1] + ... + bias: the end of a reduce-scatter, in rank order, so no bit depends on timing.
+
+    parts [P, elements], each written by another rank; out [elements]. A program may first wait for every rank's part.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
     arrived = elements > 0

@@ -1,4 +1,4 @@
-"""What a kernel does with a counter: add one when a tile is stored, and wait until one is high enough.
+"""What kernels do with counters: add one when a tile is stored, and wait, with a deadline, until one is high enough.
 
 Counters are int32, anywhere that the device can reach: its own memory, a peer's, the host's. So both sides are of
 system scope. An add releases what the whole block has stored, a wait acquires it.
@@ -6,11 +6,8 @@ system scope. An add releases what the whole block has stored, a wait acquires i
 The waiting is one thread's, in a loop of its own, and the others meet it at the barrier of a reduction. Were all of
 them to read the counter, some might see it in time and some not, and a branch on the answer would part the block.
 
-The waiter: a kernel that holds a stream back until a group of tiles is stored.
-
-The other half of a wait: a kernel that says in stream order that something has arrived.
-
-Waits with a deadline, as the host sees them: the flag that a kernel sets, and the error that it becomes.
+`wait` holds a stream back until counters are high enough, `tell` adds to them in stream order. A wait that ran out of
+time sets a flag on the device, `Late`, which the host turns into an error.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Transfer
-from weft.comm.listen import listening
+from weft.comm.deadline import listening
 from weft.errors import PeerLost
 from weft.overlap.executor.context import Context, OverlapCall
 from weft.overlap.plan import OverlapPlan

@@ -37,9 +37,8 @@ from torch.distributed import ProcessGroup
 
 from weft._torch import group_by_name
 from weft.comm import Counters, Group, Transfer, Window
-from weft.comm.deadline import Deadline, timeout_of
+from weft.comm.deadline import Deadline, listening, timeout_of
 from weft.comm.group import differences, make_way_for_compute
-from weft.comm.listen import listening
 from weft.comm.tags import Line, Mark
 from weft.comm.tell import store_of, swap_tensors
 from weft.errors import PeerMismatch, PeerTimeout, WeftError, WindowUnavailable

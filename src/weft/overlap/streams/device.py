@@ -268,7 +268,7 @@ class Peers(Protocol):
 
 
 class WindowPeers:
-    """Peers in the window of a host."""
+    """Peers in the window of a host. Barriers are counted without end: the counters of windows go round."""
 
     def __init__(self, pg: ProcessGroup, nbytes: int, *, timeout: float) -> None:
         self.nbytes = nbytes

@@ -20,7 +20,7 @@ from weft.reshard.executor.parts import check_locals
 from weft.reshard.executor.workers import Pending
 from weft.reshard.plan import Plan
 from weft.reshard.planner import plan_tensors
-from weft.reshard.units import TensorSpec
+from weft.reshard.spec import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.layout import Box, Layout
 from weft.reshard.plan import Plan
-from weft.reshard.terms import REDUCE
+from weft.reshard.spec import REDUCE
 
 Index = tuple[slice, ...]
 

@@ -21,10 +21,6 @@ from weft.reshard.units import Ranks
 if TYPE_CHECKING:
     from weft.reshard.plan import Plan
 
-# How many messages a rank has under way, at most: the executor posts so many ahead, and the simulator counts on it.
-SENDS_AHEAD = 8
-RECEIVES_AHEAD = 16
-
 
 class Ring(Enum):
     """Which of a rank's two published sequences; the value is its place in the window."""

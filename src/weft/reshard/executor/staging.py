@@ -20,7 +20,8 @@ from torch import Tensor
 from weft.comm import Counters, PeerLost, Window
 from weft.comm.deadline import Deadline
 from weft.errors import PeerTimeout
-from weft.reshard.executor.script import RECEIVES_AHEAD, SENDS_AHEAD, Ring, Script
+from weft.reshard.executor.script import Ring, Script
+from weft.reshard.order import RECEIVES_AHEAD, SENDS_AHEAD
 from weft.reshard.units import Ranks
 
 # How long a wait sleeps before it looks whether this rank, or one on its host, has failed.

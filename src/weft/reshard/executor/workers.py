@@ -24,10 +24,11 @@ from weft.comm.tags import Span
 from weft.comm.tell import Arrival, Endpoint
 from weft.errors import PeerTimeout, WeftError
 from weft.reshard.executor.parts import Parts, as_flat, pack, reduce_into, unpack
-from weft.reshard.executor.script import RECEIVES_AHEAD, SENDS_AHEAD, ReceiveChunk, Ring, Script, SendChunk, TakeChunk
+from weft.reshard.executor.script import ReceiveChunk, Ring, Script, SendChunk, TakeChunk
 from weft.reshard.executor.staging import Pool, Rings, Slots, Stopped, Wait
+from weft.reshard.order import RECEIVES_AHEAD, SENDS_AHEAD
 from weft.reshard.plan import Plan
-from weft.reshard.terms import average
+from weft.reshard.spec import average
 from weft.reshard.units import Ranks
 from weft.timeline import Kind, record
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weft.layout import Layout, Mesh, Partial, Replicate, Shard, ShardSizes
-from weft.reshard.sides import Source, Target, parse_side, read_source, read_target, side_text
+from weft.reshard.describe import Source, Target, parse_side, read_source, read_target, side_text
 
 RANKS = tuple(range(8))
 MESH = Mesh.of([[0, 3], [5, 6]], hosts=[[0, 0], [1, 1]])
