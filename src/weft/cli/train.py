@@ -11,7 +11,7 @@ import typer
 from weft.comm.deadline import COMMAND
 
 if TYPE_CHECKING:
-    from weft.jobs.train import Trained, TrainJob
+    from weft.jobs.train import TrainJob, TrainResult
 
 
 def train_demo(
@@ -67,7 +67,7 @@ def _check(job: TrainJob, html_file: Path | None) -> None:
         raise ValueError(f"got the output file {html_file}, but {html_file.absolute().parent} is not a directory")
 
 
-def _sum_up(trained: Trained) -> str:
+def _sum_up(trained: TrainResult) -> str:
     """The median step. The first one is left out, as plans are made in it."""
     import statistics
 
@@ -81,7 +81,7 @@ def _sum_up(trained: Trained) -> str:
     )
 
 
-def _page(trained: Trained, lab: str, job: TrainJob) -> str:
+def _page(trained: TrainResult, lab: str, job: TrainJob) -> str:
     from weft.report import timeline_svg
     from weft.report.drawing import SCRIPT, curve_svg, page
 
