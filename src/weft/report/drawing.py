@@ -1,12 +1,7 @@
-"""The frame of every HTML page: one file, system fonts, light and dark, nothing loaded from anywhere.
+"""What a page is made of: its frame, timelines, and curves over steps; one file that loads nothing from anywhere.
 
-Timelines as SVG, and as a page that shows an event's name, duration and size under the pointer.
-
-Several timelines are stacked on one time axis, each from its own start: a prediction above the measurement.
-
-Timelines as a part of a page: what was predicted, and under it what was measured.
-
-Curves over steps, such as losses: as text for a terminal, and as SVG.
+Several timelines are stacked on one time axis, each from its own start: a prediction above the measurement. An
+event's name, duration and size show under the pointer. Curves, such as losses, are also drawn as text.
 """
 
 from __future__ import annotations
@@ -125,7 +120,7 @@ def timeline_svg(timelines: Sequence[Timeline]) -> str:
             bars += drawn
             y += height + GAP
         y += GAP
-    parts = [*_axis(span, x=margin, y=y, scale=scale), *bars, *_legend(x=margin, y=y + AXIS)]
+    parts = [*time_axis(span, x=margin, top=0, bottom=y, scale=scale, most=10), *bars, *_legend(x=margin, y=y + AXIS)]
     height = y + AXIS + LEGEND
     return (
         f'<svg class="weft" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
@@ -188,18 +183,18 @@ def describe(event: Event, *, origin: float) -> str:
     return "\n".join(lines)
 
 
-def _axis(span: float, *, x: float, y: float, scale: float) -> list[str]:
-    """Grid lines over the whole height and their times below."""
-    if span == 0:
+def time_axis(span: float, *, x: float, top: float, bottom: float, scale: float, most: int) -> list[str]:
+    """At most about `most` grid lines, from `top` to `bottom`, and their times below."""
+    if span <= 0:
         return []
     factor, unit = time_unit(span)
-    step = tick_step(span, most=10)
+    step = tick_step(span, most=most)
     parts = []
     for i in range(math.floor(span / step) + 1):
         at = x + i * step * scale
         label = f"{i * step * factor:.4g}" + (f" {unit}" if i == 0 else "")
-        parts.append(f'<line class="grid" x1="{at:.2f}" x2="{at:.2f}" y1="0" y2="{y:g}"/>')
-        parts.append(f'<text class="soft" x="{at:.2f}" y="{y + 14:g}" text-anchor="middle">{label}</text>')
+        parts.append(f'<line class="grid" x1="{at:.2f}" x2="{at:.2f}" y1="{top:g}" y2="{bottom:g}"/>')
+        parts.append(f'<text class="soft" x="{at:.2f}" y="{bottom + 14:g}" text-anchor="middle">{label}</text>')
     return parts
 
 

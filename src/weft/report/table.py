@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-Row = Mapping[str, object]
+Row = Mapping[str, Any]
+"""Plain values by name: what JSON can say."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,8 @@
-"""What the speed of links and the bounds of `weft bench end_to_end` are chosen by: this machine, and torch's own step.
+"""What the ranks of a lab run for `weft bench end_to_end`: a place's systems in turns, a trace, and two calibrations.
 
 The links of a place are as slow as it takes for torch's packed training step to spend `share` of its time on them:
-its time on a link that hardly limits it, and the bytes that leave a card meanwhile, are both measured.
-
-What a trace of a whole call says: how much communication nothing hid, and what the plans had promised.
-
-The rows of one place of `weft bench end_to_end` on the ranks of its lab: systems in turns, and one traced call.
+its time on a link that hardly limits it, and the bytes that leave a card meanwhile, are both measured (`TorchStep`).
+The bounds need what this machine's cores can do (`Machine`).
 """
 
 from __future__ import annotations
@@ -13,43 +10,41 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.bench import machine
-from weft.bench.end_to_end.cases import Load, Place, WorkKind
-from weft.bench.end_to_end.inputs import token_lists, train_batch
-from weft.bench.end_to_end.measure import (
+from weft.bench.end_to_end.cases import Load, Place, WorkKind, token_lists, train_batch
+from weft.bench.harness import Case, Measurement, Result, System, measure_ranks, rank_seconds, slowest, start_together
+from weft.bench.systems.overlap import matmul_flops
+from weft.bench.systems.parallel import (
+    GENERATE_SYSTEMS,
     NO_OVERLAP,
-    PLAIN,
-    SYSTEMS,
+    TRAIN_SYSTEMS,
     Engines,
     Form,
     Generate,
     TorchTrainer,
-    Trainer,
     check_losses,
     check_tokens,
     first_losses,
-    make_systems,
+    make_generators,
     make_trainers,
 )
-from weft.bench.harness import Case, Measurement, System, measure, measure_ranks, slowest, start_together
-from weft.kernels import linear
 from weft.lab import Cluster, Rank
 from weft.lab.network import MAX_GBPS, MIN_GBPS
-from weft.overlap.executor.resources import pack
 from weft.timeline import Event, Timeline, TracedCall, record
 
+FIRST = "_first"  # ends the name of a system that stops after the first token
+DECODE_SEED = 1
 RUN_TIMEOUT = 7200.0  # of all systems of a place, vLLM loading included
 FAST_GBPS = 40.0  # beyond what gloo sends here
 _STEPS = 3
-_PROBE = (256, 1024, 1024)  # m, k, n
 _READ_FLOATS = 1 << 26  # 256 MB: no cache holds it
 
 
@@ -87,17 +82,11 @@ def measure_machine(*, decoding: bool) -> Machine:
 
 def _rank_machine(rank: Rank, decoding: bool) -> Machine:
     """One rank's part while all are at work."""
-    m, k, n = _PROBE
-    x, w = torch.randn(m, k), pack(torch.randn(n, k))
-    flops = 2.0 * m * k * n / _seconds(lambda: linear(x, w))
-    data = torch.ones(_READ_FLOATS if decoding else 0)
-    return Machine(flops, data.nbytes / _seconds(data.sum) if decoding else 0.0)
-
-
-def _seconds(call: System) -> float:
-    return measure(Case("probe", {"call": call}), meter=machine.NoiseMeter(root=os.getppid()), agree=slowest).median(
-        "call"
-    )
+    flops, bandwidth = matmul_flops(), 0.0
+    if decoding:
+        data = torch.ones(_READ_FLOATS)
+        bandwidth = data.nbytes / rank_seconds(data.sum)
+    return Machine(flops, bandwidth)
 
 
 def torch_step(place: Place, load: Load) -> TorchStep:
@@ -176,33 +165,18 @@ def predicted_step(calls: Sequence[TracedCall], happened: Timeline) -> Timeline 
     return Timeline(events, name="predicted")
 
 
-Call = Callable[[], object]
-FIRST = "_first"  # ends the name of a system that stops after the first token
-DECODE_SEED = 1
-
-
-@dataclass(frozen=True)
-class EndToEndOutcome:
-    """What a row gave: times; the part of weft's time that was communication in plain sight; a call as it was.
-
-    `predicted` is the same call as the plans promised it; None where no op was traced.
-    """
-
-    measured: Measurement
-    exposed: float | None
-    happened: Timeline
-    predicted: Timeline | None
-
-
-def measure_train(rank: Rank, place: Place, load: Load, rounds: int, names: Sequence[str]) -> EndToEndOutcome:
+def measure_train(rank: Rank, place: Place, load: Load, rounds: int, names: Sequence[str]) -> Result:
     """Training steps by the systems of these names; losses must agree."""
     batch = train_batch(load.train_lengths, place.size.vocabulary, multiple=place.ranks)
-    trainers = make_trainers(place.size, batch, rank_mesh(rank), {SYSTEMS[name].trainer for name in names})
+    systems = {name: TRAIN_SYSTEMS[name] for name in names}
+    trainers = make_trainers(place.size, batch, rank_mesh(rank), {system.trainer for system in systems.values()})
     check_losses(first_losses(trainers))
-    calls = {name: _step(trainers[SYSTEMS[name].trainer], SYSTEMS[name].form) for name in names}
+    calls: dict[str, System] = {
+        name: partial(trainers[system.trainer].step, system.form) for name, system in systems.items()
+    }
     # Every trainer has made a step in each form.
     measured = measure_ranks(Case(f"train: {place.name}", calls), rank, rounds, warmup=0)
-    return _traced(calls["weft"], rank, measured)
+    return _with_trace(calls["weft"], rank, measured)
 
 
 def measure_generate(
@@ -214,13 +188,13 @@ def measure_generate(
     folder: str,
     engines: Engines | None,
     promises: bool,
-) -> dict[WorkKind, EndToEndOutcome]:
+) -> dict[WorkKind, Result]:
     """Prefill, decoding or both; tokens must agree. With `promises`, prefill is also measured without overlap."""
     with ExitStack() as stack:
-        systems = make_systems(place.size, rank_mesh(rank), folder, engines, stack, promises=promises)
+        systems = make_generators(place.size, rank_mesh(rank), folder, engines, stack, promises=promises)
         found = {}
         for kind in kinds:
-            names = [*(engines.names if engines else ()), *PLAIN[kind]]
+            names = [*(engines.names if engines else ()), *GENERATE_SYSTEMS[kind]]
             names += [NO_OVERLAP] if promises and kind is WorkKind.PREFILL else []
             found[kind] = _generations(rank, place, load, rounds, kind, {name: systems[name] for name in names})
         return found
@@ -228,7 +202,7 @@ def measure_generate(
 
 def _generations(
     rank: Rank, place: Place, load: Load, rounds: int, kind: WorkKind, systems: Mapping[str, Generate]
-) -> EndToEndOutcome:
+) -> Result:
     vocabulary = place.size.vocabulary
     if kind is WorkKind.PREFILL:
         prompts, tokens = token_lists(load.prompt_lengths, vocabulary), 1
@@ -236,22 +210,15 @@ def _generations(
         prompts, tokens = token_lists(load.decode_lengths, vocabulary, seed=DECODE_SEED), load.new_tokens + 1
     answers = {name: generate(prompts, tokens) for name, generate in systems.items()}
     check_tokens({name: found for name, found in answers.items() if found})  # of the systems that this rank is part of
-    calls = {name: _generation(generate, prompts, tokens) for name, generate in systems.items()}
+    calls: dict[str, System] = {name: partial(generate, prompts, tokens) for name, generate in systems.items()}
     if kind is WorkKind.DECODE:
-        calls |= {name + FIRST: _generation(generate, prompts, 1) for name, generate in systems.items()}
+        calls |= {name + FIRST: partial(generate, prompts, 1) for name, generate in systems.items()}
     measured = measure_ranks(Case(f"{kind.value}: {place.name}", calls), rank, rounds, warmup=0)
-    return _traced(calls["weft"], rank, measured)
+    return _with_trace(calls["weft"], rank, measured)
 
 
-def _step(trainer: Trainer, form: Form) -> Call:
-    return lambda: trainer.step(form)
-
-
-def _generation(generate: Generate, prompts: list[list[int]], tokens: int) -> Call:
-    return lambda: generate(prompts, tokens)
-
-
-def _traced(call: Call, rank: Rank, measured: Measurement) -> EndToEndOutcome:
+def _with_trace(call: System, rank: Rank, measured: Measurement) -> Result:
+    """The measurement with one traced call: as the plans promised it, as it was, and how much of it was exposed."""
     start_together()
     start = record.now()
     with record.trace() as trace:
@@ -259,4 +226,6 @@ def _traced(call: Call, rank: Rank, measured: Measurement) -> EndToEndOutcome:
     seconds = slowest(record.now() - start)
     happened = Timeline(trace.gather(group=rank.group).events, name="measured")
     predicted = predicted_step(trace.calls, happened)
-    return EndToEndOutcome(measured, exposed_fraction(happened, rank.world, seconds), happened, predicted)
+    timelines = (happened,) if predicted is None else (predicted, happened)
+    exposed = exposed_fraction(happened, rank.world, seconds)
+    return Result(measured, timelines=timelines, facts={"exposed": exposed})
