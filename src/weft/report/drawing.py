@@ -37,22 +37,26 @@ h1 { font-size: 24px; line-height: 1.25; font-weight: 650; margin: 0 0 24px; let
 h2 { font-size: 16px; font-weight: 600; margin: 32px 0 8px; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 6px 14px 6px 0; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap;
-} th { color: var(--soft); font-weight: 500; font-size: 13px; vertical-align: bottom; } th.number, td.number {
-text-align: right; padding: 6px 0 6px 22px; } th.barred { padding-left: 22px; }
+th, td { padding: 6px 14px 6px 0; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { color: var(--soft); font-weight: 500; font-size: 13px; vertical-align: bottom; }
+th.number, td.number { text-align: right; padding: 6px 0 6px 22px; }
+th.barred { padding-left: 22px; }
 td.barred { position: relative; min-width: 260px; padding-left: 22px; }
 td.barred span { display: inline-block; min-width: 40px; text-align: right; }
 td.barred i { position: absolute; left: 76px; right: 0; top: 9px; bottom: 9px; }
 td.barred b { display: block; height: 100%; background: var(--bar); border-radius: 3px; }
 .note { margin: 4px 0; }
 div + .note { margin-top: 10px; }
-.note, footer { color: var(--soft); font-size: 13px; } footer {
-margin-top: 40px; padding-top: 12px; border-top: 1px solid var(--line); } figure { margin: 0 0 8px; padding:
-16px; background: var(--panel); border: 1px solid var(--line); border-radius: 8px; } figure svg { display:
-block; width: 100%; height: auto; } pre { font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "Liberation
-Mono", monospace; } #tip { position: fixed; pointer-events: none; display: none; white-space: pre; z-index: 1;
-max-width: 480px; background: var(--ink); color: var(--paper); font-size: 12.5px; line-height: 1.45; padding:
-6px 10px; border-radius: 6px; box-shadow: 0 2px 10px rgb(0 0 0 / 0.25); }
+.note, footer { color: var(--soft); font-size: 13px; }
+footer { margin-top: 40px; padding-top: 12px; border-top: 1px solid var(--line); }
+figure { margin: 0 0 8px; padding: 16px; background: var(--panel); border: 1px solid var(--line); border-radius: 8px; }
+figure svg { display: block; width: 100%; height: auto; }
+pre { font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; }
+#tip {
+  position: fixed; pointer-events: none; display: none; white-space: pre; z-index: 1; max-width: 480px;
+  background: var(--ink); color: var(--paper); font-size: 12.5px; line-height: 1.45; padding: 6px 10px;
+  border-radius: 6px; box-shadow: 0 2px 10px rgb(0 0 0 / 0.25);
+}
 """
 
 
@@ -76,13 +80,15 @@ NARROWEST = 0.8  # pixels; a shorter event would vanish
 # The colours are told apart by people who confuse red and green, and by lightness in print.
 TIMELINE_STYLE = """
 .weft { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
-.weft text { fill: #1c2330; } .weft .soft { fill: #5d6778; } .weft .heading { font-weight: 600; font-size:
-13px; } .weft .grid { stroke: #c9ced8; stroke-width: 0.6; } .weft .track { fill: #5d6778; fill-opacity: 0.07;
-} .weft .compute { fill: #2f6db5; } .weft .send { fill: #e08a1e; } .weft .recv { fill: #3a9d7c; } .weft .wait
-{ fill: #b9bfca; } .weft .other { fill: #8e6bb8; } .weft rect.e:hover { fill-opacity: 0.7; } @media
-(prefers-color-scheme: dark) { .weft text { fill: #e3e7ee; } .weft .soft { fill: #98a2b3; } .weft .grid {
-stroke: #3d4654; } .weft .compute { fill: #5b9be6; } .weft .send { fill: #f0a94a; } .weft .recv { fill:
-#58c09c; } .weft .wait { fill: #566070; } .weft .other { fill: #b092d8; } .weft .track { fill: #98a2b3; } }
+.weft text { fill: #1c2330; } .weft .soft { fill: #5d6778; } .weft .heading { font-weight: 600; font-size: 13px; }
+.weft .grid { stroke: #c9ced8; stroke-width: 0.6; } .weft .track { fill: #5d6778; fill-opacity: 0.07; }
+.weft .compute { fill: #2f6db5; } .weft .send { fill: #e08a1e; } .weft .recv { fill: #3a9d7c; }
+.weft .wait { fill: #b9bfca; } .weft .other { fill: #8e6bb8; } .weft rect.e:hover { fill-opacity: 0.7; }
+@media (prefers-color-scheme: dark) {
+  .weft text { fill: #e3e7ee; } .weft .soft { fill: #98a2b3; } .weft .grid { stroke: #3d4654; }
+  .weft .compute { fill: #5b9be6; } .weft .send { fill: #f0a94a; } .weft .recv { fill: #58c09c; }
+  .weft .wait { fill: #566070; } .weft .other { fill: #b092d8; } .weft .track { fill: #98a2b3; }
+}
 """
 
 # Moves each <title> into a tip that follows the pointer at once; without scripts the titles still work.
