@@ -221,16 +221,21 @@ def measure(
             system()
         calls[name] = _calls_per_turn(system, turn_seconds, clock=clock, agree=agree)
     shuffle = random.Random(seed).sample
-    taken: list[Round] = []
-    quiet = 0
-    while quiet < rounds and len(taken) < rounds + max_retries:
-        order = shuffle(list(calls), len(calls))
-        taken.append(
-            _round(case, {name: calls[name] for name in order}, meter=meter, clock=clock, agree=agree, start=start)
-        )
-        quiet += taken[-1].foreign <= FOREIGN_LIMIT
-    kept, disturbed = select_rounds(taken, wanted=rounds)
+
+    def take() -> Round:
+        order = {name: calls[name] for name in shuffle(list(calls), len(calls))}
+        return _round(case, order, meter=meter, clock=clock, agree=agree, start=start)
+
+    kept, disturbed = take_rounds(take, rounds=rounds, max_retries=max_retries)
     return Measurement(case, tuple(kept), disturbed)
+
+
+def take_rounds(take: Callable[[], Round], *, rounds: int, max_retries: int) -> tuple[list[Round], int]:
+    """Takes rounds until enough were quiet, or no retry is left; those that count, and how many are disturbed."""
+    taken: list[Round] = []
+    while sum(r.foreign <= FOREIGN_LIMIT for r in taken) < rounds and len(taken) < rounds + max_retries:
+        taken.append(take())
+    return select_rounds(taken, wanted=rounds)
 
 
 def _calls_per_turn(system: System, turn_seconds: float, *, clock: Callable[[], float], agree: Agree) -> int:

@@ -16,7 +16,6 @@ import os
 import random
 import select
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from weft.bench.end_to_end.cases import spread_lengths, token_lists
-from weft.bench.harness import FOREIGN_LIMIT, Round, relative_spread, select_rounds
+from weft.bench.harness import Case, Measurement, Round, take_rounds
 from weft.bench.machine import NoiseMeter, foreign_cores
 from weft.errors import WeftError
 
@@ -63,13 +62,11 @@ class EngineSetup:
         return wanted
 
 
-@dataclass(frozen=True)
-class EngineAnswer:
-    """What an engine made of prompts: seconds to the first token of all, seconds from there on, and the tokens."""
-
-    first_seconds: float
-    rest_seconds: float
-    tokens: list[list[int]]
+SETUPS = (
+    EngineSetup("vllm_1", ranks=1, threads=2),
+    EngineSetup("vllm_2", ranks=2),
+    EngineSetup("vllm_2_plugin", ranks=2, plugin=True),
+)
 
 
 class VllmEngine:
@@ -175,11 +172,13 @@ class VllmEngine:
         self.close()
 
 
-SETUPS = (
-    EngineSetup("vllm_1", ranks=1, threads=2),
-    EngineSetup("vllm_2", ranks=2),
-    EngineSetup("vllm_2_plugin", ranks=2, plugin=True),
-)
+@dataclass(frozen=True)
+class EngineAnswer:
+    """What an engine made of prompts: seconds to the first token of all, seconds from there on, and the tokens."""
+
+    first_seconds: float
+    rest_seconds: float
+    tokens: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -217,14 +216,16 @@ def compare(
         for engine in engines:
             engine.wait_until_ready()
         answers = {engine.setup.name: _turn(engine, work)[1] for engine in engines}  # also warms up
-        meter, shuffle, taken = NoiseMeter(), random.Random(0).sample, list[Round]()
-        while sum(r.foreign <= FOREIGN_LIMIT for r in taken) < rounds and len(taken) < 2 * rounds:
+        meter, shuffle = NoiseMeter(), random.Random(0).sample
+
+        def take() -> Round:
             before, seconds = meter.sample(), dict[str, float]()
             for engine in shuffle(engines, len(engines)):
                 seconds |= _turn(engine, work)[0]
-            taken.append(Round(seconds, foreign_cores(before, meter.sample())))
-    kept, disturbed = select_rounds(taken, wanted=rounds)
-    return _report(setups, work, kept, disturbed, answers)
+            return Round(seconds, foreign_cores(before, meter.sample()))
+
+        kept, disturbed = take_rounds(take, rounds=rounds, max_retries=rounds)
+    return _report(setups, work, Measurement(Case("vllm", {}), tuple(kept), disturbed), answers)
 
 
 def _turn(engine: VllmEngine, work: VllmWork) -> tuple[dict[str, float], list[list[int]]]:
@@ -237,17 +238,16 @@ def _turn(engine: VllmEngine, work: VllmWork) -> tuple[dict[str, float], list[li
 
 
 def _report(
-    setups: Sequence[EngineSetup], work: VllmWork, rounds: Sequence[Round], disturbed: int, answers: Mapping[str, Any]
+    setups: Sequence[EngineSetup], work: VllmWork, measured: Measurement, answers: Mapping[str, Any]
 ) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for setup in setups:
         row: dict[str, Any] = {"engine": setup.name, "ranks": setup.ranks, "plugin": setup.plugin}
         for phase, tokens in (("prefill", work.prefill_tokens), ("decode", work.decode_tokens)):
-            seconds = [r.seconds[f"{setup.name} {phase}"] for r in rounds]
-            row[f"{phase}_tokens_per_s"] = tokens / statistics.median(seconds)
-            row[f"{phase}_spread"] = relative_spread(seconds)
+            row[f"{phase}_tokens_per_s"] = tokens / measured.median(f"{setup.name} {phase}")
+            row[f"{phase}_spread"] = measured.spread(f"{setup.name} {phase}")
         row["tokens_equal"] = answers[setup.name] == answers[setups[0].name]
-        rows.append({**row, "rounds": len(rounds), "disturbed": disturbed})
+        rows.append({**row, "rounds": len(measured.rounds), "disturbed": measured.disturbed})
     return {"rows": rows, "summary": summary(rows)}
 
 
