@@ -293,7 +293,7 @@ def track(items: Iterable[T], *, title: str, total: int | None = None) -> Iterab
 
 # ---- on the ranks of a lab -------------------------------------------------------------------------------------------
 
-# Seconds in which the last rank hears when all begin.
+# Seconds after which the last rank, too, knows when all begin.
 _GATHERING = 0.03
 
 

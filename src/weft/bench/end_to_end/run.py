@@ -105,13 +105,14 @@ def demo() -> list[Headline]:
         # No time to see what torch needs: the wire takes half as long as all matmuls at this machine's peak.
         seconds = place.size.train_flops(load.train_lengths) / bench.machine(decoding=False).flops
         gbps = 8e-9 * place.size.train_bytes(load.train_tokens, place.hosts) / (0.5 * seconds)
-        (found,) = bench.results(place, (WorkKind.TRAIN,), 3, trained_by=("torch_packed", "weft"), gbps=gbps)
+        systems = ("torch_packed", "weft")
+        ((_, result),) = bench.results(place, (WorkKind.TRAIN,), 3, trained_by=systems, gbps=gbps)
     what = f"training step, 2 layers of width {place.size.width}, {gbps:.1f} Gbit/s, against torch on packed texts"
-    return [found[1].headline(what, today="torch_packed", figures=[figure(found[1])])]
+    return [result.headline(what, today="torch_packed", figures=[figure(result)])]
 
 
 class Bench:
-    """Measures places one after the other; what it found out on the way it need not find out again."""
+    """Measures places one after the other; what several of them need is found out once."""
 
     def __init__(self, load: Load, folder: Path, engines: Engines | None) -> None:
         self._load, self._folder, self._engines = load, folder, engines

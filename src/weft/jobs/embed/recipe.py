@@ -1,7 +1,7 @@
 """What a folder says of how its model makes one vector of a text.
 
-The folder is what sentence-transformers or transformers saved. It is read strictly: what sentence-transformers would
-heed and this does not know is refused by name, so that an embedding is theirs or there is none.
+The folder is what sentence-transformers or transformers saved. It is read strictly: what sentence-transformers
+would follow and this does not know is refused by name, so that an embedding is the same as theirs or an error.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class EmbeddingWriter:
             raise
 
     def _earlier(self, job: dict[str, Any]) -> Journal | None:
-        """The journal of this very job, or None where nothing was done yet."""
+        """The journal of this job, or None where nothing was done yet."""
         journal = Journal.load(self._journal)
         if journal.records == 0:
             return None
