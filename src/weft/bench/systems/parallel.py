@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
+import weft
 from weft.bench.end_to_end.cases import IGNORED, PAD, ModelSize, TrainBatch, WorkKind, left_padded
 from weft.bench.systems import torch_models
 from weft.bench.systems.vllm import SETUPS, EngineSetup, VllmEngine
@@ -128,8 +129,6 @@ class WeftTrainer:
     """`weft.parallelize` on the Hugging Face model; padded means that padding is computed like any other token."""
 
     def __init__(self, size: ModelSize, batch: TrainBatch, mesh: DeviceMesh, *, overlap: str) -> None:
-        import weft
-
         self._model: Any = weft.parallelize(hf_model(size), mesh, overlap=overlap).train()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
         self._packed = {"input_ids": batch.packed, "labels": batch.packed.values}
@@ -257,11 +256,8 @@ def looped(generate: Generate) -> Generate:
 
 def weft_tp(size: ModelSize, mesh: DeviceMesh, *, overlap: str) -> Generate:
     """`weft.parallelize` and `weft.generate`."""
-    from weft.parallel import parallelize
-    from weft.parallel.inference.generate import generate as weft_generate
-
-    model = parallelize(hf_model(size), mesh, overlap=overlap).eval()
-    return lambda prompts, tokens: weft_generate(model, prompts, max_new_tokens=tokens)
+    model = weft.parallelize(hf_model(size), mesh, overlap=overlap).eval()
+    return lambda prompts, tokens: weft.generate(model, prompts, max_new_tokens=tokens)
 
 
 def make_generators(
