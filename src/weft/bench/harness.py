@@ -170,25 +170,6 @@ class Meter(Protocol):
         """The readings of now."""
 
 
-def relative_spread(values: Sequence[float]) -> float:
-    """The interquartile range over the median; 0 for fewer than two values.
-
-    >>> relative_spread([1.0, 2.0, 3.0, 4.0, 5.0])
-    0.6666666666666666
-    """
-    if len(values) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return (high - low) / middle
-
-
-def select_rounds(taken: Sequence[Round], *, wanted: int, limit: float = FOREIGN_LIMIT) -> tuple[list[Round], int]:
-    """The rounds that count (quiet ones first, then the least noisy), and how many of them are disturbed."""
-    quiet = [r for r in taken if r.foreign <= limit][:wanted]
-    noisy = sorted((r for r in taken if r.foreign > limit), key=lambda r: r.foreign)[: wanted - len(quiet)]
-    return quiet + noisy, len(noisy)
-
-
 def measure(
     case: Case,
     *,
@@ -236,6 +217,25 @@ def take_rounds(take: Callable[[], Round], *, rounds: int, max_retries: int) -> 
     while sum(r.foreign <= FOREIGN_LIMIT for r in taken) < rounds and len(taken) < rounds + max_retries:
         taken.append(take())
     return select_rounds(taken, wanted=rounds)
+
+
+def relative_spread(values: Sequence[float]) -> float:
+    """The interquartile range over the median; 0 for fewer than two values.
+
+    >>> relative_spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    0.6666666666666666
+    """
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def select_rounds(taken: Sequence[Round], *, wanted: int, limit: float = FOREIGN_LIMIT) -> tuple[list[Round], int]:
+    """The rounds that count (quiet ones first, then the least noisy), and how many of them are disturbed."""
+    quiet = [r for r in taken if r.foreign <= limit][:wanted]
+    noisy = sorted((r for r in taken if r.foreign > limit), key=lambda r: r.foreign)[: wanted - len(quiet)]
+    return quiet + noisy, len(noisy)
 
 
 def _calls_per_turn(system: System, turn_seconds: float, *, clock: Callable[[], float], agree: Agree) -> int:

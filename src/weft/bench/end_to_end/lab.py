@@ -48,123 +48,6 @@ _STEPS = 3
 _READ_FLOATS = 1 << 26  # 256 MB: no cache holds it
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What all cores together can do: flops a second in matmuls, bytes a second read from memory (0: not measured)."""
-
-    flops: float
-    bandwidth: float
-
-
-@dataclass(frozen=True)
-class TorchStep:
-    """torch's packed training step where links hardly limit it, and the bytes that it sends from each card."""
-
-    seconds: float
-    card_bytes: float
-
-    def gbps(self, share: float) -> float:
-        """The rate at which sending takes `share` of the step.
-
-        >>> TorchStep(seconds=2.0, card_bytes=1e9).gbps(0.5)
-        4.0
-        """
-        sending = self.seconds * share / (1 - share)
-        return min(MAX_GBPS, max(MIN_GBPS, self.card_bytes * 8e-9 / sending))
-
-
-def measure_machine(*, decoding: bool) -> Machine:
-    """With one rank a core, as the rows have them; only decoding is bound by memory."""
-    with Cluster(1, min(2, os.cpu_count() or 1), None) as lab:
-        found = lab.run(_rank_machine, decoding)
-    return Machine(sum(m.flops for m in found), sum(m.bandwidth for m in found))
-
-
-def _rank_machine(rank: Rank, decoding: bool) -> Machine:
-    """One rank's part while all are at work."""
-    flops, bandwidth = matmul_flops(), 0.0
-    if decoding:
-        data = torch.ones(_READ_FLOATS)
-        bandwidth = data.nbytes / rank_seconds(data.sum)
-    return Machine(flops, bandwidth)
-
-
-def torch_step(place: Place, load: Load) -> TorchStep:
-    """Measures it, in a lab of its own."""
-    with Cluster(place.hosts, place.devices, FAST_GBPS) as lab:
-        found = lab.run(_rank_step, place, load, timeout=RUN_TIMEOUT)
-    return TorchStep(max(step.seconds for step in found), max(step.card_bytes for step in found))
-
-
-def _rank_step(rank: Rank, place: Place, load: Load) -> TorchStep:
-    batch = train_batch(load.train_lengths, place.size.vocabulary, multiple=place.ranks)
-    trainer = TorchTrainer(place.size, batch, rank_mesh(rank))
-    trainer.step(Form.PACKED)  # the first one connects ranks and makes the optimiser's state
-    seconds, before = [], sent_bytes()
-    for _ in range(_STEPS):
-        start_together()
-        start = time.perf_counter()
-        trainer.step(Form.PACKED)
-        seconds.append(slowest(time.perf_counter() - start))
-    return TorchStep(statistics.median(seconds), (sent_bytes() - before) / _STEPS)
-
-
-def rank_mesh(rank: Rank) -> DeviceMesh:
-    """All ranks on one axis."""
-    return init_device_mesh("cpu", (rank.world,), mesh_dim_names=("tp",))
-
-
-def sent_bytes(card: str = "eth0") -> int:
-    """What this host's card has sent so far, headers and all; 0 on a host without one."""
-    return parse_sent(Path("/proc/net/dev").read_text(encoding="ascii"), card)
-
-
-def parse_sent(table: str, card: str) -> int:
-    """The bytes that a card has sent, from the text of `/proc/net/dev`.
-
-    >>> parse_sent("  eth0:  10 1 0 0 0 0 0 0  77 2 0 0 0 0 0 0", "eth0")
-    77
-    """
-    for line in table.splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == card:
-            return int(counters.split()[8])
-    return 0
-
-
-def exposed_fraction(happened: Timeline, ranks: int, seconds: float) -> float | None:
-    """Communication under which nothing was computed, over the ranks' time; None where nothing was traced.
-
-    >>> events = [Event("rank 0/cpu", "compute", "y", 0.0, 2.0), Event("rank 0/nic", "send", "y", 1.0, 3.0)]
-    >>> exposed_fraction(Timeline(events), ranks=1, seconds=4.0)
-    0.25
-    """
-    if not happened.events:
-        return None
-    total = happened.summary().total
-    return (total.communication - total.overlapped) / (ranks * seconds)
-
-
-def predicted_step(calls: Sequence[TracedCall], happened: Timeline) -> Timeline | None:
-    """The traced ops one after the other, each as its plan promised; what lies between two of them stays as it was.
-
-    None where no op says what it promised. Lanes that the ops do not have are not drawn.
-    """
-    known = [call for call in calls if call.predicted is not None and call.timeline.events]
-    if not known:
-        return None
-    events: list[Event] = []
-    clock, before = 0.0, happened.start
-    for call in sorted(known, key=lambda call: call.timeline.start):
-        assert call.predicted is not None
-        promised = call.predicted()
-        clock += max(0.0, call.timeline.start - before)
-        events += promised.shifted(clock - promised.start).events
-        clock += promised.seconds
-        before = max(before, call.timeline.end)
-    return Timeline(events, name="predicted")
-
-
 def measure_train(rank: Rank, place: Place, load: Load, rounds: int, names: Sequence[str]) -> Result:
     """Training steps by the systems of these names; losses must agree."""
     batch = train_batch(load.train_lengths, place.size.vocabulary, multiple=place.ranks)
@@ -229,3 +112,120 @@ def _with_trace(call: System, rank: Rank, measured: Measurement) -> Result:
     timelines = (happened,) if predicted is None else (predicted, happened)
     exposed = exposed_fraction(happened, rank.world, seconds)
     return Result(measured, timelines=timelines, facts={"exposed": exposed})
+
+
+def exposed_fraction(happened: Timeline, ranks: int, seconds: float) -> float | None:
+    """Communication under which nothing was computed, over the ranks' time; None where nothing was traced.
+
+    >>> events = [Event("rank 0/cpu", "compute", "y", 0.0, 2.0), Event("rank 0/nic", "send", "y", 1.0, 3.0)]
+    >>> exposed_fraction(Timeline(events), ranks=1, seconds=4.0)
+    0.25
+    """
+    if not happened.events:
+        return None
+    total = happened.summary().total
+    return (total.communication - total.overlapped) / (ranks * seconds)
+
+
+def predicted_step(calls: Sequence[TracedCall], happened: Timeline) -> Timeline | None:
+    """The traced ops one after the other, each as its plan promised; what lies between two of them stays as it was.
+
+    None where no op says what it promised. Lanes that the ops do not have are not drawn.
+    """
+    known = [call for call in calls if call.predicted is not None and call.timeline.events]
+    if not known:
+        return None
+    events: list[Event] = []
+    clock, before = 0.0, happened.start
+    for call in sorted(known, key=lambda call: call.timeline.start):
+        assert call.predicted is not None
+        promised = call.predicted()
+        clock += max(0.0, call.timeline.start - before)
+        events += promised.shifted(clock - promised.start).events
+        clock += promised.seconds
+        before = max(before, call.timeline.end)
+    return Timeline(events, name="predicted")
+
+
+def rank_mesh(rank: Rank) -> DeviceMesh:
+    """All ranks on one axis."""
+    return init_device_mesh("cpu", (rank.world,), mesh_dim_names=("tp",))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What all cores together can do: flops a second in matmuls, bytes a second read from memory (0: not measured)."""
+
+    flops: float
+    bandwidth: float
+
+
+def measure_machine(*, decoding: bool) -> Machine:
+    """With one rank a core, as the rows have them; only decoding is bound by memory."""
+    with Cluster(1, min(2, os.cpu_count() or 1), None) as lab:
+        found = lab.run(_rank_machine, decoding)
+    return Machine(sum(m.flops for m in found), sum(m.bandwidth for m in found))
+
+
+def _rank_machine(rank: Rank, decoding: bool) -> Machine:
+    """One rank's part while all are at work."""
+    flops, bandwidth = matmul_flops(), 0.0
+    if decoding:
+        data = torch.ones(_READ_FLOATS)
+        bandwidth = data.nbytes / rank_seconds(data.sum)
+    return Machine(flops, bandwidth)
+
+
+@dataclass(frozen=True)
+class TorchStep:
+    """torch's packed training step where links hardly limit it, and the bytes that it sends from each card."""
+
+    seconds: float
+    card_bytes: float
+
+    def gbps(self, share: float) -> float:
+        """The rate at which sending takes `share` of the step.
+
+        >>> TorchStep(seconds=2.0, card_bytes=1e9).gbps(0.5)
+        4.0
+        """
+        sending = self.seconds * share / (1 - share)
+        return min(MAX_GBPS, max(MIN_GBPS, self.card_bytes * 8e-9 / sending))
+
+
+def torch_step(place: Place, load: Load) -> TorchStep:
+    """Measures it, in a lab of its own."""
+    with Cluster(place.hosts, place.devices, FAST_GBPS) as lab:
+        found = lab.run(_rank_step, place, load, timeout=RUN_TIMEOUT)
+    return TorchStep(max(step.seconds for step in found), max(step.card_bytes for step in found))
+
+
+def _rank_step(rank: Rank, place: Place, load: Load) -> TorchStep:
+    batch = train_batch(load.train_lengths, place.size.vocabulary, multiple=place.ranks)
+    trainer = TorchTrainer(place.size, batch, rank_mesh(rank))
+    trainer.step(Form.PACKED)  # the first one connects ranks and makes the optimiser's state
+    seconds, before = [], sent_bytes()
+    for _ in range(_STEPS):
+        start_together()
+        start = time.perf_counter()
+        trainer.step(Form.PACKED)
+        seconds.append(slowest(time.perf_counter() - start))
+    return TorchStep(statistics.median(seconds), (sent_bytes() - before) / _STEPS)
+
+
+def sent_bytes(card: str = "eth0") -> int:
+    """What this host's card has sent so far, headers and all; 0 on a host without one."""
+    return parse_sent(Path("/proc/net/dev").read_text(encoding="ascii"), card)
+
+
+def parse_sent(table: str, card: str) -> int:
+    """The bytes that a card has sent, from the text of `/proc/net/dev`.
+
+    >>> parse_sent("  eth0:  10 1 0 0 0 0 0 0  77 2 0 0 0 0 0 0", "eth0")
+    77
+    """
+    for line in table.splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == card:
+            return int(counters.split()[8])
+    return 0
