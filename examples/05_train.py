@@ -19,8 +19,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from weft.jobs.train import StepFigures, TrainJob, train
-from weft.jobs.train.figures import LossLog, read_log
 from weft.jobs.train.job import SIZES
+from weft.jobs.train.run import LossLog, read_log
 from weft.report.drawing import curve_text
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from weft import overlap
 from weft.bench.systems.overlap import OverlapCase, Systems, cases, quick_cases
-from weft.cli.tune import _ranks, _shape
+from weft.cli.lab import _ranks, _shape
 from weft.comm import Group, PeerLost
 from weft.errors import PeerTimeout, RankFailed
 from weft.lab import Cluster, Rank

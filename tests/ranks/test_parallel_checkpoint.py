@@ -229,7 +229,7 @@ def test_an_end_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path, monkeyp
 
 
 def test_a_writer_leaves_what_others_write_alone(tmp_path: Path) -> None:
-    folder = checkpoint_folder.Folder(tmp_path)
+    folder = checkpoint_folder.CheckpointFolder(tmp_path)
     first = folder.begin(1)
     (first.path / "data").write_text("first")
     second = folder.begin(1)
@@ -246,7 +246,7 @@ def test_a_writer_leaves_what_others_write_alone(tmp_path: Path) -> None:
 
 
 def begin_and_be_killed(folder: str) -> None:
-    checkpoint_folder.Folder(Path(folder)).begin(7)
+    checkpoint_folder.CheckpointFolder(Path(folder)).begin(7)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -259,7 +259,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_claimed_by_one(tmp_path: Path) -> None:
-    folder = checkpoint_folder.Folder(tmp_path / "run")
+    folder = checkpoint_folder.CheckpointFolder(tmp_path / "run")
     with folder.claimed():
         with pytest.raises(ValueError, match=rf"in use by another run, process {os.getpid()} of this host"):
             folder.claimed().__enter__()
@@ -272,14 +272,14 @@ def test_a_directory_is_claimed_by_one(tmp_path: Path) -> None:
 def test_names_from_other_ranks_stay_in_the_directory(tmp_path: Path) -> None:
     for name in ("../x", ".step-1.part", "/etc", ".step-00000001.zzzzzzzz.part", ""):
         with pytest.raises(ValueError, match="for a checkpoint under way"):
-            checkpoint_folder.Folder(tmp_path).part(name)
+            checkpoint_folder.CheckpointFolder(tmp_path).part(name)
 
 
 def die_in_the_middle(folder: str) -> float:
     model, optimizer = make()
     save_checkpoint(folder, 1, model, optimizer)
     if dist.get_rank() == 0:
-        checkpoint_folder.Folder.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        checkpoint_folder.CheckpointFolder.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(PeerTimeout, match="rank 0 at step 'said' of save_checkpoint"):
         save_checkpoint(folder, 2, model, optimizer, timeout=2.0)
@@ -298,7 +298,7 @@ def one_rank_cannot_write(folder: str) -> None:
     model, optimizer = make()
     save_checkpoint(folder, 1, model, optimizer)
     if dist.get_rank() == 0:
-        checkpoint_folder.Folder.publish = _no_space  # type: ignore[method-assign]
+        checkpoint_folder.CheckpointFolder.publish = _no_space  # type: ignore[method-assign]
     with pytest.raises((WeftError, OSError), match="No space left"):
         save_checkpoint(folder, 2, model, optimizer)
     assert load_checkpoint(folder, model, optimizer).step == 1

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from weft.errors import WeftError
-from weft.parallel.files.load import load_sharded
+from weft.parallel.files.load import BLOCK_BYTES, WeightFiles, load_sharded
 from weft.parallel.files.save import save_model
-from weft.parallel.files.weight_files import BLOCK_BYTES, WeightFiles
 
 PLACEMENTS: dict[str, list[Any]] = {
     "rows": [Replicate(), Shard(0)],

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from weft.errors import WeftError
 from weft.jobs.train import StepFigures, TrainJob, train
-from weft.jobs.train.figures import LossLog, read_log
 from weft.jobs.train.job import END, IGNORED, Corpus, cut, documents_of
+from weft.jobs.train.run import LossLog, read_log
 from weft.parallel.files.checkpoint import has_checkpoint
 from weft.parallel.files.save import save_model
 
@@ -107,8 +107,7 @@ def test_a_killed_rank_ends_all_and_the_run_resumes_to_the_same_losses(
 
 
 def save_trained(job: TrainJob, folder: str) -> None:
-    from weft.jobs.train.job import make_mesh
-    from weft.jobs.train.model import build
+    from weft.jobs.train.model import build, make_mesh
 
     with build(job, make_mesh((job.pp, job.dp, job.tp), timeout=job.timeout)) as model:
         save_model(model.module, folder)

@@ -185,7 +185,7 @@ def model_folder():
 @needs_weights
 def test_embeddings_equal_those_of_sentence_transformers():
     transformers = pytest.importorskip("sentence_transformers")
-    from weft.bench.systems.packed import sentences
+    from weft.bench.packed import sentences
     from weft.jobs.embed import Encoder
     from weft.packed import pack
 

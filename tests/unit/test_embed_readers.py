@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.jobs.embed.readers import FORMATS, Bad, TextRecord, format_of, read
+from weft.jobs.embed.readers import FORMATS, BadRecord, TextRecord, format_of, read
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -24,7 +24,7 @@ def good(found):
 
 
 def bad(found):
-    return [r.line for r in found if isinstance(r, Bad)]
+    return [r.line for r in found if isinstance(r, BadRecord)]
 
 
 def test_txt():
@@ -42,7 +42,7 @@ def test_bad_bytes_are_one_bad_line():
 def test_long_lines_are_skipped_without_holding_them():
     found = records(b"short\n" + b"x" * 10_000 + b"\nshort", "txt", max_line_bytes=100)
     assert good(found) == [(1, "short"), (3, "short")]
-    assert found[1] == Bad(2, "the line is too long")
+    assert found[1] == BadRecord(2, "the line is too long")
     assert found[2].bytes_read == 6 + 10_001 + 5
     edge = records(b"x" * 100 + b"\n" + b"y" * 101, "txt", max_line_bytes=100)
     assert good(edge) == [(1, "x" * 100)]
@@ -57,7 +57,7 @@ def test_jsonl():
     data = b'{"text": "a"}\n\n{"id": 1}\n"bare"\n{"text": 5}\n{"text"\n{"text": "\\ud800"}\n{"text": "b", "id": 2}\n'
     found = records(data, "jsonl")
     assert good(found) == [(1, "a"), (4, "bare"), (8, "b")]
-    assert {r.line: r.reason for r in found if isinstance(r, Bad)} == {
+    assert {r.line: r.reason for r in found if isinstance(r, BadRecord)} == {
         3: "no key 'text'; there are 'id'",
         5: "the text is int, not a string",
         6: "no JSON: Expecting ':' delimiter: line 1 column 8 (char 7)",
@@ -69,7 +69,7 @@ def test_csv():
     data = 'id,text\n1,plain\n2,"two\nlines"\n3\n\n4,"quo""ted"\n5,é\n'.encode()
     found = records(data, "csv")
     assert good(found) == [(2, "plain"), (3, "two\nlines"), (7, 'quo"ted'), (8, "é")]
-    assert found[2] == Bad(5, "1 fields, expected 2 as in the header")
+    assert found[2] == BadRecord(5, "1 fields, expected 2 as in the header")
 
 
 def test_csv_with_broken_bytes_and_quotes():
@@ -83,7 +83,7 @@ def test_parquet():
     pq.write_table(pa.table({"text": ["a", None, "b"], "id": [1, 2, 3]}), sink)
     found = records(sink.getvalue(), "parquet")
     assert good(found) == [(1, "a"), (3, "b")]
-    assert found[1] == Bad(2, "the text is NoneType, not a string")
+    assert found[1] == BadRecord(2, "the text is NoneType, not a string")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_any_bytes_end_in_records_or_one_clear_error(data, kind):
     lines = [r.line for r in found]
     assert lines == sorted(lines)
     for record in found:
-        assert isinstance(record, Bad) or record.text.encode().decode() == record.text
+        assert isinstance(record, BadRecord) or record.text.encode().decode() == record.text
 
 
 @given(texts=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0"), max_size=30), max_size=8))
@@ -196,7 +196,7 @@ def test_long_texts_of_csv():
 def test_how_far_a_broken_record_goes():
     (first, rest) = records(b'text\na\n"b\nc\nd\n', "csv")
     assert first.text == "a"
-    assert rest == Bad(3, "no CSV: unexpected end of data, on lines 3 to 5")
+    assert rest == BadRecord(3, "no CSV: unexpected end of data, on lines 3 to 5")
 
 
 def test_columns_of_the_same_name_are_refused():

@@ -13,6 +13,7 @@ from weft.bench.end_to_end import run
 from weft.bench.end_to_end.cases import (
     GPT2,
     GROUPS,
+    IGNORED,
     LLAMA,
     SHARES,
     TINY_GPT2,
@@ -22,15 +23,17 @@ from weft.bench.end_to_end.cases import (
     Place,
     WorkKind,
     full,
+    mixed_lengths,
     quick,
     tiny,
+    train_batch,
 )
-from weft.bench.end_to_end.inputs import IGNORED, mixed_lengths, train_batch
-from weft.bench.end_to_end.lab import EndToEndOutcome, Machine, TorchStep, predicted_step
-from weft.bench.end_to_end.measure import hf_model
-from weft.bench.end_to_end.rows import Result, bound_seconds, summary
-from weft.bench.harness import Case, Measurement, Round
+from weft.bench.end_to_end.lab import Machine, TorchStep, predicted_step
+from weft.bench.end_to_end.run import bound_seconds, make_row, summary
+from weft.bench.harness import Case, Measurement, Result, Round
 from weft.bench.systems import torch_models
+from weft.bench.systems.parallel import hf_model
+from weft.report import Row
 from weft.timeline import Event, Timeline, TracedCall
 
 MACHINE = Machine(flops=100e9, bandwidth=10e9)
@@ -40,12 +43,17 @@ KEYS = [
 ]  # fmt: skip
 
 
-def result(
-    kind: WorkKind, seconds: dict[str, float], place: Place | None = None, exposed: float | None = None
-) -> Result:
+def row_of(
+    kind: WorkKind,
+    seconds: dict[str, float],
+    place: Place | None = None,
+    exposed: float | None = None,
+    step: TorchStep | None = None,
+) -> Row:
     case = Case("row", dict.fromkeys(seconds, int))
-    outcome = EndToEndOutcome(Measurement(case, (Round(seconds, 0.0),), 0), exposed, Timeline([]), None)
-    return Result(place or Place(LLAMA, 1, 2, None), kind, Load(), outcome, None, MACHINE)
+    measured = Measurement(case, (Round(seconds, 0.0),), 0)
+    result = Result(measured, bound=0.5, timelines=(Timeline([]),), facts={"exposed": exposed})
+    return make_row(place or Place(LLAMA, 1, 2, None), kind, Load(), result, gbps=1.0, step=step)
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -101,16 +109,16 @@ def test_lengths_fill_the_batch_and_pad_to_more() -> None:
 
 
 def test_decoding_is_what_comes_after_the_first_token() -> None:
-    row = result(WorkKind.DECODE, {"weft": 3.0, "weft_first": 1.0, "hf_tp": 6.0, "hf_tp_first": 2.0})
-    assert row.seconds("weft") == 2.0
-    assert row.versus("hf_tp") == 2.0
-    assert row.row()["weft_tokens_per_s"] == 16 * 64 / 2.0
+    row = row_of(WorkKind.DECODE, {"weft": 3.0, "weft_first": 1.0, "hf_tp": 6.0, "hf_tp_first": 2.0})
+    assert row["weft_ms"] == 2.0e3
+    assert row["vs_padded"] == 2.0
+    assert row["weft_tokens_per_s"] == 16 * 64 / 2.0
 
 
 def test_the_share_that_came_out_is_shown() -> None:
-    row = result(WorkKind.TRAIN, {"torch_packed": 10.0, "weft": 8.0}, Place(LLAMA, 2, 1, 0.3))
-    measured = replace(row, torch=TorchStep(seconds=7.0, card_bytes=1e9), gbps=1.0)
-    assert measured.row()["torch_share"] == pytest.approx(0.3)
+    step = TorchStep(seconds=7.0, card_bytes=1e9)
+    row = row_of(WorkKind.TRAIN, {"torch_packed": 10.0, "weft": 8.0}, Place(LLAMA, 2, 1, 0.3), step=step)
+    assert row["torch_share"] == pytest.approx(0.3)
 
 
 def test_a_bound_is_the_longest_of_its_parts() -> None:
@@ -146,12 +154,12 @@ def test_the_summary_has_every_key_and_takes_the_worst_row() -> None:
         },
     )
     rows = [
-        result(WorkKind.TRAIN, slow, Place(LLAMA, 2, 1, 0.3), exposed=0.1),
-        result(WorkKind.TRAIN, fast, Place(LLAMA, 2, 2, 0.3), exposed=0.2),
-        result(
+        row_of(WorkKind.TRAIN, slow, Place(LLAMA, 2, 1, 0.3), exposed=0.1),
+        row_of(WorkKind.TRAIN, fast, Place(LLAMA, 2, 2, 0.3), exposed=0.2),
+        row_of(
             WorkKind.TRAIN, {**slow, "weft": 9.0}, Place(LLAMA, 2, 2, 0.5), exposed=0.9
         ),  # not what the figures are about
-        result(WorkKind.PREFILL, {"hf_tp": 3.0, "vllm_1": 5.0, "vllm_2": 4.0, "vllm_2_plugin": 2.0, "weft": 2.0}),
+        row_of(WorkKind.PREFILL, {"hf_tp": 3.0, "vllm_1": 5.0, "vllm_2": 4.0, "vllm_2_plugin": 2.0, "weft": 2.0}),
     ]
     found = summary(rows)
     assert list(found) == KEYS
@@ -163,7 +171,7 @@ def test_the_summary_has_every_key_and_takes_the_worst_row() -> None:
 
 def test_vllm_without_the_plugin_is_the_peer() -> None:
     row = {"vllm_1": 5.0, "vllm_1_first": 1.0, "vllm_2_plugin": 1.5, "vllm_2_plugin_first": 1.0}
-    found = summary([result(WorkKind.DECODE, {**row, "weft": 3.0, "weft_first": 1.0})])
+    found = summary([row_of(WorkKind.DECODE, {**row, "weft": 3.0, "weft_first": 1.0})])
     assert found["decode_vs_vllm"] == 2.0
 
 

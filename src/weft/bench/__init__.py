@@ -1,6 +1,16 @@
-"""Benchmarks: one module for each claim, with `NAME`, `HELP`, `run(options) -> Report`; that of a promise has `demo()`.
+"""Benchmarks: one file or folder for each claim, with `NAME`, `HELP`, `run(options) -> Report`; promises have `demo()`.
 
-A benchmark of another promise is one module here and one line in `BENCHMARKS`.
+gemm        the native linear against torch's
+overlap     matmuls that communicate while they compute
+reshard     tensors and a state dict between meshes
+pipeline    training steps over several hosts
+packed      models without padding
+end_to_end  a tensor-parallel transformer: training, prefill, decoding
+systems     what is measured against what
+harness     systems in turns; cases, measurements, results, rows
+machine     what a figure was measured on, and who else was using it
+
+A benchmark of another claim is one module here and one line in `BENCHMARKS`.
 """
 
 from __future__ import annotations

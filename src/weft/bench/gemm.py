@@ -10,17 +10,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import Thread
 
 import torch
 from torch.nn import functional as F
 
-from weft.bench.harness import BenchOptions, Case, Measurement, measure, track
+from weft.bench.harness import BenchOptions, Case, Measurement, column, measure, track
 from weft.comm import Counters
 from weft.kernels import PackedWeight, TileSchedule, Tiling, linear
 from weft.kernels.cpu import fma_loop
-from weft.report import Column, Report
+from weft.report import Column, Report, Row
 
 NAME = "gemm"
 HELP = "the native linear against torch.nn.functional.linear, float32 and bfloat16, 1 and 2 threads"
@@ -48,53 +47,18 @@ COLUMNS = [
 ]
 
 
-@dataclass(frozen=True)
-class Result:
-    """One shape, type and number of threads, measured."""
-
-    m: int
-    k: int
-    n: int
-    dtype: str
-    threads: int
-    measured: Measurement
-    peak: float  # flops a second
-
-    @property
-    def flops(self) -> float:
-        """Flops a second that weft reached."""
-        return 2 * self.m * self.k * self.n / self.measured.median("weft")
-
-    @property
-    def peak_fraction(self) -> float:
-        return self.flops / self.peak
-
-    @property
-    def ratio(self) -> float:
-        return self.measured.ratio("torch", "weft")
-
-    def row(self) -> dict[str, object]:
-        row = {key: value for key, value in self.measured.row().items() if not key.startswith("peak_")}
-        figures = {
-            "gflops": self.flops / 1e9,
-            "peak_gflops": self.peak / 1e9,
-            "peak_fraction": self.peak_fraction,
-        }
-        return {**row, **figures, "ratio": self.ratio}
-
-
 def run(options: BenchOptions) -> Report:
     """Every shape, type and number of threads; then the same matmul with and without signals."""
     shapes = QUICK_SHAPES if options.quick else SHAPES
     plan = [(shape, dtype, threads) for dtype in DTYPES for threads in THREADS for shape in shapes]
     if options.quick:  # torch's bfloat16 takes seconds for the large ones
         plan = [row for row in plan if row[1] == "fp32" or row[0][0] < LARGE_M]
-    results = [_result(*row) for row in track(plan, title="gemm")]
-    signals = [_signal_cost(threads, rounds=11 if options.quick else 31) for threads in THREADS]
+    rows = [_matmul_row(*row) for row in track(plan, title="gemm")]
+    rows += [_signal_row(threads, rounds=11 if options.quick else 31) for threads in THREADS]
     return Report(
         NAME,
-        rows=[*(result.row() for result in results), *(measured.row() for measured in signals)],
-        summary=_summary(results, signals),
+        rows=rows,
+        summary=summary(rows),
         columns=COLUMNS,
         title="linear: packed once, against torch.nn.functional.linear",
         notes=[
@@ -104,7 +68,8 @@ def run(options: BenchOptions) -> Report:
     )
 
 
-def _result(shape: tuple[int, int, int], dtype: str, threads: int) -> Result:
+def _matmul_row(shape: tuple[int, int, int], dtype: str, threads: int) -> Row:
+    """One shape, type and number of threads."""
     m, k, n = shape
     x, w = torch.randn(m, k).to(DTYPES[dtype]), torch.randn(n, k).to(DTYPES[dtype])
     packed = PackedWeight.from_dense(w)
@@ -120,10 +85,17 @@ def _result(shape: tuple[int, int, int], dtype: str, threads: int) -> Result:
     )
     with _torch_threads(threads), torch.no_grad():
         measured = measure(case)
-    return Result(m, k, n, dtype, threads, measured, loop_flops / measured.median("peak"))
+    flops, peak = 2 * m * k * n / measured.median("weft"), loop_flops / measured.median("peak")
+    return {
+        **{key: value for key, value in measured.row().items() if not key.startswith("peak_")},
+        "gflops": flops / 1e9,
+        "peak_gflops": peak / 1e9,
+        "peak_fraction": flops / peak,
+        "ratio": measured.ratio("torch", "weft"),
+    }
 
 
-def _signal_cost(threads: int, *, rounds: int) -> Measurement:
+def _signal_row(threads: int, *, rounds: int) -> Row:
     """The same tiles in the same order: without signals, with them, and with a thread that sleeps on each group."""
     m, k, n = 2048, 1024, 4096
     x, packed = torch.randn(m, k), PackedWeight.from_dense(torch.randn(n, k))
@@ -155,7 +127,12 @@ def _signal_cost(threads: int, *, rounds: int) -> Measurement:
         },
         labels={"m": m, "k": k, "n": n, "dtype": "fp32", "threads": threads},
     )
-    return measure(case, rounds=rounds)
+    measured = measure(case, rounds=rounds)
+    return {
+        **measured.row(),
+        "signal_cost": _paired_cost(measured, "weft"),
+        "signal_cost_with_waiter": _paired_cost(measured, "waited"),
+    }
 
 
 def _paired_cost(measured: Measurement, system: str) -> float:
@@ -163,18 +140,20 @@ def _paired_cost(measured: Measurement, system: str) -> float:
     return statistics.median(r.seconds[system] / r.seconds["plain"] for r in measured.rounds) - 1
 
 
-def _summary(results: Sequence[Result], signals: Sequence[Measurement]) -> dict[str, object]:
-    ratios = {dtype: [r.ratio for r in results if r.dtype == dtype] for dtype in DTYPES}
-    large = [r.peak_fraction for r in results if r.dtype == "fp32" and r.m >= LARGE_M]
+def summary(rows: Sequence[Row]) -> dict[str, object]:
+    """The figures that the README quotes."""
+    ratios = {dtype: column([row for row in rows if row["dtype"] == dtype], "ratio") for dtype in DTYPES}
+    large = [row for row in rows if row["dtype"] == "fp32" and row["m"] >= LARGE_M]
+    fractions = column(large, "peak_fraction")
     return {
         "geomean_vs_torch_fp32": statistics.geometric_mean(ratios["fp32"]),
         "min_vs_torch_fp32": min(ratios["fp32"]),
-        "peak_fraction": min(large),
-        "peak_fraction_median": statistics.median(large),
+        "peak_fraction": min(fractions),
+        "peak_fraction_median": statistics.median(fractions),
         "geomean_vs_torch_bf16": statistics.geometric_mean(ratios["bf16"]),
         "min_vs_torch_bf16": min(ratios["bf16"]),
-        "signal_cost": max(_paired_cost(measured, "weft") for measured in signals),
-        "signal_cost_with_waiter": max(_paired_cost(measured, "waited") for measured in signals),
+        "signal_cost": max(column(rows, "signal_cost")),
+        "signal_cost_with_waiter": max(column(rows, "signal_cost_with_waiter")),
     }
 
 

@@ -7,9 +7,13 @@ says how many.
 
 In a group of ranks every rank calls `measure` with the same case, and with `agree` set to a function that
 returns the largest of the ranks' values (an all-reduce). Then all of them make the same number of calls, keep
-the same rounds, and report the slowest rank's time. Alone, `agree` is the identity.
+the same rounds, and report the slowest rank's time. `measure_ranks` does so in a lab. Alone, `agree` is the identity.
 
-`measure` on the ranks of a lab: all make the same calls, the slowest counts, and the result can travel.
+    Case          systems that do the same work
+    Measurement   their times
+    Result        a measurement, and what was predicted of it and bounds it
+    Row           plain values made of a result: the table shows them, `--json` stores them, `case` and labels tell them
+                  apart. A summary is made of rows and of nothing else, so a row from a file counts like a new one
 """
 
 from __future__ import annotations
@@ -31,11 +35,12 @@ from rich.console import Console
 
 from weft.bench import machine
 from weft.lab import Rank
+from weft.report import Figure, Headline, Row
 from weft.timeline import Timeline, record
+from weft.timeline.text import format_seconds
 
 FOREIGN_LIMIT = 0.1
 """Cores. A round in which others used more is disturbed."""
-
 T = TypeVar("T")
 System = Callable[[], object]
 Agree = Callable[[float], float]
@@ -94,7 +99,7 @@ class Measurement:
         return self.median(slower) / self.median(faster)
 
     def row(self) -> dict[str, object]:
-        """The row of a report: the case's name and labels, and for each system its median and spread.
+        """The values of a row: the case's name and labels, and for each system its median and spread.
 
         `{"case": ..., **labels, "torch_ms": ..., "torch_spread": ..., "disturbed": 0}`
         """
@@ -104,31 +109,65 @@ class Measurement:
             row[f"{system}_spread"] = self.spread(system)
         return {**row, "disturbed": self.disturbed}
 
+    def without_functions(self) -> Measurement:
+        """The same with the names of systems only, to be sent from the rank where the functions stay."""
+        return replace(self, case=replace(self.case, systems=dict.fromkeys(self.case.systems, _elsewhere)))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case, measured; it can travel from a rank.
+
+    bound:      seconds that no system can beat; None where that is not known
+    predicted:  seconds by system, of those that follow a plan
+    timelines:  one call as its plan promised it, and under it as it was; the latter alone where nothing was promised
+    facts:      what else the row says, in plain values
+    """
+
+    measured: Measurement
+    bound: float | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    timelines: tuple[Timeline, ...] = ()
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def prediction_errors(self) -> list[float]:
+        """|predicted / measured - 1| of each system that has a plan."""
+        return [abs(seconds / self.measured.median(name) - 1) for name, seconds in self.predicted.items()]
+
+    def figure(self, title: str, *notes: str) -> Figure:
+        """The timelines one above the other, with what each took."""
+        words = ("predicted", "measured")[-len(self.timelines) :]
+        took = ", ".join(f"{format_seconds(t.seconds)} {word}" for t, word in zip(self.timelines, words, strict=True))
+        return Figure(title, self.timelines, [took, *notes])
+
+    def headline(
+        self, what: str, *, today: str, ours: str = "weft", unit: str = "ms", figures: Sequence[Figure] = ()
+    ) -> Headline:
+        """The line of `weft demo`: the system `ours` against the system `today`."""
+        scale = 1e3 if unit == "ms" else 1.0
+        seconds = self.measured.median(today), self.measured.median(ours)
+        bound = None if self.bound is None else self.bound * scale
+        ratio = seconds[0] / seconds[1]
+        return Headline(
+            what, seconds[0] * scale, seconds[1] * scale, bound, unit, ratio, self.measured.disturbed, figures
+        )
+
+
+def column(rows: Iterable[Row], key: str) -> list[float]:
+    """The numbers under a key, of the rows that have one.
+
+    >>> column([{"case": "a", "ratio": 2.0}, {"case": "b", "ratio": None}, {"case": "c"}], "ratio")
+    [2.0]
+    """
+    return [float(value) for row in rows if isinstance(value := row.get(key), int | float)]
+
 
 class Meter(Protocol):
-    """What reads the CPU use; `noise.Meter` does so on Linux."""
+    """What reads the CPU use; `machine.NoiseMeter` does so on Linux."""
 
     def sample(self) -> machine.Sample:
         """The readings of now."""
-
-
-def relative_spread(values: Sequence[float]) -> float:
-    """The interquartile range over the median; 0 for fewer than two values.
-
-    >>> relative_spread([1.0, 2.0, 3.0, 4.0, 5.0])
-    0.6666666666666666
-    """
-    if len(values) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return (high - low) / middle
-
-
-def select_rounds(taken: Sequence[Round], *, wanted: int, limit: float = FOREIGN_LIMIT) -> tuple[list[Round], int]:
-    """The rounds that count (quiet ones first, then the least noisy), and how many of them are disturbed."""
-    quiet = [r for r in taken if r.foreign <= limit][:wanted]
-    noisy = sorted((r for r in taken if r.foreign > limit), key=lambda r: r.foreign)[: wanted - len(quiet)]
-    return quiet + noisy, len(noisy)
 
 
 def measure(
@@ -163,16 +202,40 @@ def measure(
             system()
         calls[name] = _calls_per_turn(system, turn_seconds, clock=clock, agree=agree)
     shuffle = random.Random(seed).sample
-    taken: list[Round] = []
-    quiet = 0
-    while quiet < rounds and len(taken) < rounds + max_retries:
-        order = shuffle(list(calls), len(calls))
-        taken.append(
-            _round(case, {name: calls[name] for name in order}, meter=meter, clock=clock, agree=agree, start=start)
-        )
-        quiet += taken[-1].foreign <= FOREIGN_LIMIT
-    kept, disturbed = select_rounds(taken, wanted=rounds)
+
+    def take() -> Round:
+        order = {name: calls[name] for name in shuffle(list(calls), len(calls))}
+        return _round(case, order, meter=meter, clock=clock, agree=agree, start=start)
+
+    kept, disturbed = take_rounds(take, rounds=rounds, max_retries=max_retries)
     return Measurement(case, tuple(kept), disturbed)
+
+
+def take_rounds(take: Callable[[], Round], *, rounds: int, max_retries: int) -> tuple[list[Round], int]:
+    """Takes rounds until enough were quiet, or no retry is left; those that count, and how many are disturbed."""
+    taken: list[Round] = []
+    while sum(r.foreign <= FOREIGN_LIMIT for r in taken) < rounds and len(taken) < rounds + max_retries:
+        taken.append(take())
+    return select_rounds(taken, wanted=rounds)
+
+
+def relative_spread(values: Sequence[float]) -> float:
+    """The interquartile range over the median; 0 for fewer than two values.
+
+    >>> relative_spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    0.6666666666666666
+    """
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def select_rounds(taken: Sequence[Round], *, wanted: int, limit: float = FOREIGN_LIMIT) -> tuple[list[Round], int]:
+    """The rounds that count (quiet ones first, then the least noisy), and how many of them are disturbed."""
+    quiet = [r for r in taken if r.foreign <= limit][:wanted]
+    noisy = sorted((r for r in taken if r.foreign > limit), key=lambda r: r.foreign)[: wanted - len(quiet)]
+    return quiet + noisy, len(noisy)
 
 
 def _calls_per_turn(system: System, turn_seconds: float, *, clock: Callable[[], float], agree: Agree) -> int:
@@ -228,15 +291,36 @@ def track(items: Iterable[T], *, title: str, total: int | None = None) -> Iterab
     return progress.track(items, title, total=total, console=console, transient=True, disable=not console.is_terminal)
 
 
-# Seconds in which the last rank hears when all begin.
+# ---- on the ranks of a lab -------------------------------------------------------------------------------------------
+
+# Seconds after which the last rank, too, knows when all begin.
 _GATHERING = 0.03
 
 
-class _Still:
-    """A meter that reads nothing: one rank meters for all."""
+class _NoMeter:
+    """Reads nothing: one rank meters for all."""
 
     def sample(self) -> machine.Sample:
         return machine.Sample(time.perf_counter(), 0.0, 0.0)
+
+
+def lab_meter() -> Meter:
+    """A rank's meter. The ranks are children of the lab's process: its descendants are our own, not noise."""
+    return machine.NoiseMeter(root=os.getppid())
+
+
+def measure_ranks(case: Case, rank: Rank, rounds: int, *, agree: Agree | None = None, warmup: int = 1) -> Measurement:
+    """`measure` on every rank of a lab, with half as many retries as rounds; systems come back as names only."""
+    meter = lab_meter() if rank.rank == 0 else _NoMeter()
+    return measure(
+        case, rounds=rounds, meter=meter, agree=agree or slowest, start=start_together, warmup=warmup,
+        max_retries=rounds // 2,
+    ).without_functions()  # fmt: skip
+
+
+def rank_seconds(call: System) -> float:
+    """The median seconds of a call that all ranks make at once, the slowest rank's."""
+    return measure(Case("probe", {"call": call}), meter=lab_meter(), agree=slowest).median("call")
 
 
 def slowest(value: float) -> float:
@@ -255,16 +339,6 @@ def start_together() -> None:
     time.sleep(max(0.0, begin - record.now()))
 
 
-def measure_ranks(case: Case, rank: Rank, rounds: int, *, agree: Agree = slowest, warmup: int = 1) -> Measurement:
-    """`measure` on every rank of a lab, with half as many retries as rounds; systems come back as names only."""
-    # The ranks are children of the lab's process: its descendants are our own, not noise.
-    meter = machine.NoiseMeter(root=os.getppid()) if rank.rank == 0 else _Still()
-    found = measure(
-        case, rounds=rounds, meter=meter, agree=agree, start=start_together, warmup=warmup, max_retries=rounds // 2
-    )
-    return replace(found, case=replace(case, systems=dict.fromkeys(case.systems, _nothing)))
-
-
 def traced(call: System, rank: Rank) -> Timeline:
     """One call on all ranks, on one clock."""
     start_together()
@@ -273,5 +347,5 @@ def traced(call: System, rank: Rank) -> Timeline:
     return Timeline(trace.gather(group=rank.group).events, name="measured")
 
 
-def _nothing() -> None:
+def _elsewhere() -> None:
     """Stands for a system whose function has stayed on its rank."""

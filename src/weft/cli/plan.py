@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.output import check_writable, parse_grid, write
+
 if TYPE_CHECKING:
     from weft.layout import Layout
     from weft.pipeline import Simulation
     from weft.reshard import Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plans: printed, compared with their bound, and drawn.")
-
-
-@app.callback()
-def _plans() -> None:
-    """Plans: printed, compared with their bound, and drawn."""
 
 
 @app.command("reshard")
@@ -42,6 +39,7 @@ def reshard(
     from weft.reshard import STRATEGIES
     from weft.reshard.plan import bound_line, header
 
+    check_writable(html_file)
     plans = _plans_of(shape, src, dst, dtype, gbps, same_hosts)
     if strategy not in plans:
         raise ValueError(f"got the strategy {strategy!r}; expected one of: {', '.join(STRATEGIES)}")
@@ -54,8 +52,7 @@ def reshard(
         typer.echo("\n".join(["", *header(plan), bound_line(plan), sizes]))
     if html_file is not None:
         timelines = [plan.simulate() for plan in plans.values()]
-        html_file.write_text(timeline_page(timelines, title=f"reshard {shape}: {src} to {dst}"), encoding="utf-8")
-        typer.echo(f"wrote {html_file}", err=True)
+        write(html_file, timeline_page(timelines, title=f"reshard {shape}: {src} to {dst}"))
 
 
 def compare(plans: dict[str, Plan]) -> str:
@@ -103,10 +100,10 @@ def parse_side(text: str, *, ndim: int, first_rank: int = 0, first_host: int = 0
     from weft.layout import Layout, Mesh
 
     mesh, _, notation = text.partition(":")
-    hosts, _, devices = mesh.partition("x")
-    if not (hosts.isdigit() and devices.isdigit() and int(hosts) and int(devices)):
+    shape = parse_grid(mesh)
+    if shape is None:
         raise ValueError(f"got the mesh {text!r}; expected hosts x devices and a layout, such as 2x4:S0RR")
-    grid = Mesh.grid(int(hosts), int(devices), first_rank=first_rank, first_host=first_host)
+    grid = Mesh.grid(*shape, first_rank=first_rank, first_host=first_host)
     layout = Layout.parse(grid, notation)
     dims = sum(letter in "RS" for letter in notation)
     if dims != ndim:
@@ -146,6 +143,7 @@ def pipeline(
     from weft.report.pipeline import pipeline_page
     from weft.timeline.text import align_columns
 
+    check_writable(csv_file, html_file)
     chosen = schedule(schedule_name, stages=stages, microbatches=microbatches, ranks=ranks)
     interleaved_stages = stages if schedule_name == INTERLEAVED else 2 * stages
     found = simulate_all(
@@ -156,16 +154,13 @@ def pipeline(
     head, *rows = compare_schedules(found, chosen=schedule_name)
     typer.echo(f"{align_columns([head, *rows])}\n{UNITS}; * is above")
     if csv_file is not None:
-        csv_file.write_text(to_torch_csv(chosen), encoding="ascii")
-        typer.echo(f"wrote {csv_file}", err=True)
+        write(csv_file, to_torch_csv(chosen))
     if html_file is not None:
         title = f"{schedule_name}: {stages} stages, {microbatches} micro-batches, a transfer takes {comm:g} forwards"
         order = sorted(found, key=lambda name: name != schedule_name)
         columns = [Column(text, text, right=text != head[0]) for text in head]
         table = Table("", columns, [dict(zip(head, row, strict=True)) for row in rows], [f"{UNITS}; * is drawn first"])
-        drawn = pipeline_page({name: found[name] for name in order}, title=title, table=table)
-        html_file.write_text(drawn, encoding="utf-8")
-        typer.echo(f"wrote {html_file}", err=True)
+        write(html_file, pipeline_page({name: found[name] for name in order}, title=title, table=table))
 
 
 def simulate_all(

@@ -1,7 +1,4 @@
-"""`weft predict`: one overlapped matmul on GPUs that are only declared.
-
-`weft simulate`: a whole step of training or inference on a cluster that is only declared.
-"""
+"""`weft predict` and `weft simulate`: one overlapped matmul, and a whole step, on GPUs that are only declared."""
 
 from __future__ import annotations
 
@@ -10,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from weft.cli.output import announce, check_writable, parse_grid, write
 
 if TYPE_CHECKING:
     from weft.scale import OpPrediction, ScaleJob, Step
@@ -33,16 +32,15 @@ def predict(
     from weft.scale import find_gpu, predict_op
     from weft.scale.gpus import find_dtype
 
-    check_folder(json_file)
+    check_writable(json_file)
     one_of("op", op, [each.value for each in Op])
     one_of("transport", transport, ["auto", *(each.value for each in Transport)])
     card, kind, way = find_gpu(gpu), find_dtype(dtype), None if transport == "auto" else Transport(transport)
     found = predict_op(card, op, m, n, k, tp=tp, dtype=kind, transport=way)
     typer.echo(f"{op} on {tp} x {card.name}, {kind}: [{m}, {k}] x [{n}, {k}]^T\n{describe(found)}\n{DECLARED}")
     if json_file is not None:
-        asked = {"gpu": card.name, "tp": tp, "op": op, "m": m, "n": n, "k": k, "dtype": kind}
-        json_file.write_text(json.dumps({**asked, **found.as_dict()}, indent=1) + "\n", encoding="utf-8")
-        typer.echo(f"wrote {json_file}", err=True)
+        given = {"gpu": card.name, "tp": tp, "op": op, "m": m, "n": n, "k": k, "dtype": kind}
+        write(json_file, json.dumps({**given, **found.as_dict()}, indent=1) + "\n")
 
 
 def describe(found: OpPrediction) -> str:
@@ -65,12 +63,6 @@ def one_of(name: str, value: str, known: list[str]) -> str:
     if value not in known:
         raise ValueError(f"got {name} {value!r}; expected one of: {', '.join(known)}")
     return value
-
-
-def check_folder(file: Path | None) -> None:
-    """Raises before the work is done, not after it."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise ValueError(f"got the output file {file}, but its directory is not there; create it first")
 
 
 _DEFAULTS = {"train": (0, 1), "prefill": (1, 8), "decode": (1, 64)}  # micro-batches (0: four a stage), sequences
@@ -106,9 +98,9 @@ def simulate(
     from weft.scale import ScaleJob, compare, find_gpu, find_model
     from weft.scale.job import Activations, Mode
     from weft.scale.models import find_lengths
+    from weft.scale.step import ALL
 
-    for file in (json_file, timeline_file):
-        check_folder(file)
+    check_writable(json_file, timeline_file)
     hosts, devices = parse_cluster(cluster)
     kind = Mode(one_of("mode", mode, [each.value for each in Mode]))
     layout = Activations(one_of("activations", activations, [each.value for each in Activations]))
@@ -132,19 +124,11 @@ def simulate(
     )
     found = compare(job)
     typer.echo(f"{headline(job)}\n{table(found)}\n{DECLARED}")
-    _write(job, found, json_file, timeline_file)
-
-
-def _write(job: ScaleJob, found: dict[str, Step], json_file: Path | None, timeline_file: Path | None) -> None:
-    """The figures of all cases, and the timeline of the one with all promises."""
-    from weft.scale.step import ALL
-
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(job, found), indent=1) + "\n", encoding="utf-8")
-        typer.echo(f"wrote {json_file}", err=True)
+        write(json_file, json.dumps(as_json(job, found), indent=1) + "\n")
     if timeline_file is not None:
         found[ALL].timeline.save(timeline_file)
-        typer.echo(f"wrote {timeline_file}", err=True)
+        announce(timeline_file)
 
 
 def parse_cluster(text: str) -> tuple[int, int]:
@@ -153,10 +137,10 @@ def parse_cluster(text: str) -> tuple[int, int]:
     >>> parse_cluster("16x8")
     (16, 8)
     """
-    hosts, _, devices = text.partition("x")
-    if not (hosts.isdigit() and devices.isdigit() and int(hosts) and int(devices)):
+    found = parse_grid(text)
+    if found is None:
         raise ValueError(f"got the cluster {text!r}; expected hosts x GPUs of each, such as 16x8")
-    return int(hosts), int(devices)
+    return found
 
 
 def headline(job: ScaleJob) -> str:
@@ -212,10 +196,10 @@ def as_json(job: ScaleJob, found: dict[str, Step]) -> dict[str, object]:
     """What --json writes."""
     from weft.scale.step import ideal_seconds
 
-    asked = {"cluster": f"{job.hosts}x{job.devices}", "gpu": job.gpu.name, "model": job.model.name}
-    asked |= {
+    given = {"cluster": f"{job.hosts}x{job.devices}", "gpu": job.gpu.name, "model": job.model.name}
+    given |= {
         name: getattr(job, name) for name in ("tp", "pp", "dp", "schedule", "microbatches", "sequences", "tokens")
     }
-    asked |= {"mode": job.mode.value, "activations": job.activations.value, "lengths": job.lengths.name}
+    given |= {"mode": job.mode.value, "activations": job.activations.value, "lengths": job.lengths.name}
     rows = [{"case": name, **step.as_dict()} for name, step in found.items()]
-    return {**asked, "gbps": job.host_gbps, "ideal_seconds": ideal_seconds(job), "rows": rows}
+    return {**given, "gbps": job.host_gbps, "ideal_seconds": ideal_seconds(job), "rows": rows}

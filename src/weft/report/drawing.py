@@ -1,12 +1,7 @@
-"""The frame of every HTML page: one file, system fonts, light and dark, nothing loaded from anywhere.
+"""What a page is made of: its frame, timelines, and curves over steps; one file that loads nothing from anywhere.
 
-Timelines as SVG, and as a page that shows an event's name, duration and size under the pointer.
-
-Several timelines are stacked on one time axis, each from its own start: a prediction above the measurement.
-
-Timelines as a part of a page: what was predicted, and under it what was measured.
-
-Curves over steps, such as losses: as text for a terminal, and as SVG.
+Several timelines are stacked on one time axis, each from its own start: a prediction above the measurement. An
+event's name, duration and size show under the pointer. Curves, such as losses, are also drawn as text.
 """
 
 from __future__ import annotations
@@ -42,22 +37,26 @@ h1 { font-size: 24px; line-height: 1.25; font-weight: 650; margin: 0 0 24px; let
 h2 { font-size: 16px; font-weight: 600; margin: 32px 0 8px; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 6px 14px 6px 0; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap;
-} th { color: var(--soft); font-weight: 500; font-size: 13px; vertical-align: bottom; } th.number, td.number {
-text-align: right; padding: 6px 0 6px 22px; } th.barred { padding-left: 22px; }
+th, td { padding: 6px 14px 6px 0; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { color: var(--soft); font-weight: 500; font-size: 13px; vertical-align: bottom; }
+th.number, td.number { text-align: right; padding: 6px 0 6px 22px; }
+th.barred { padding-left: 22px; }
 td.barred { position: relative; min-width: 260px; padding-left: 22px; }
 td.barred span { display: inline-block; min-width: 40px; text-align: right; }
 td.barred i { position: absolute; left: 76px; right: 0; top: 9px; bottom: 9px; }
 td.barred b { display: block; height: 100%; background: var(--bar); border-radius: 3px; }
 .note { margin: 4px 0; }
 div + .note { margin-top: 10px; }
-.note, footer { color: var(--soft); font-size: 13px; } footer {
-margin-top: 40px; padding-top: 12px; border-top: 1px solid var(--line); } figure { margin: 0 0 8px; padding:
-16px; background: var(--panel); border: 1px solid var(--line); border-radius: 8px; } figure svg { display:
-block; width: 100%; height: auto; } pre { font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "Liberation
-Mono", monospace; } #tip { position: fixed; pointer-events: none; display: none; white-space: pre; z-index: 1;
-max-width: 480px; background: var(--ink); color: var(--paper); font-size: 12.5px; line-height: 1.45; padding:
-6px 10px; border-radius: 6px; box-shadow: 0 2px 10px rgb(0 0 0 / 0.25); }
+.note, footer { color: var(--soft); font-size: 13px; }
+footer { margin-top: 40px; padding-top: 12px; border-top: 1px solid var(--line); }
+figure { margin: 0 0 8px; padding: 16px; background: var(--panel); border: 1px solid var(--line); border-radius: 8px; }
+figure svg { display: block; width: 100%; height: auto; }
+pre { font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; }
+#tip {
+  position: fixed; pointer-events: none; display: none; white-space: pre; z-index: 1; max-width: 480px;
+  background: var(--ink); color: var(--paper); font-size: 12.5px; line-height: 1.45; padding: 6px 10px;
+  border-radius: 6px; box-shadow: 0 2px 10px rgb(0 0 0 / 0.25);
+}
 """
 
 
@@ -81,13 +80,15 @@ NARROWEST = 0.8  # pixels; a shorter event would vanish
 # The colours are told apart by people who confuse red and green, and by lightness in print.
 TIMELINE_STYLE = """
 .weft { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
-.weft text { fill: #1c2330; } .weft .soft { fill: #5d6778; } .weft .heading { font-weight: 600; font-size:
-13px; } .weft .grid { stroke: #c9ced8; stroke-width: 0.6; } .weft .track { fill: #5d6778; fill-opacity: 0.07;
-} .weft .compute { fill: #2f6db5; } .weft .send { fill: #e08a1e; } .weft .recv { fill: #3a9d7c; } .weft .wait
-{ fill: #b9bfca; } .weft .other { fill: #8e6bb8; } .weft rect.e:hover { fill-opacity: 0.7; } @media
-(prefers-color-scheme: dark) { .weft text { fill: #e3e7ee; } .weft .soft { fill: #98a2b3; } .weft .grid {
-stroke: #3d4654; } .weft .compute { fill: #5b9be6; } .weft .send { fill: #f0a94a; } .weft .recv { fill:
-#58c09c; } .weft .wait { fill: #566070; } .weft .other { fill: #b092d8; } .weft .track { fill: #98a2b3; } }
+.weft text { fill: #1c2330; } .weft .soft { fill: #5d6778; } .weft .heading { font-weight: 600; font-size: 13px; }
+.weft .grid { stroke: #c9ced8; stroke-width: 0.6; } .weft .track { fill: #5d6778; fill-opacity: 0.07; }
+.weft .compute { fill: #2f6db5; } .weft .send { fill: #e08a1e; } .weft .recv { fill: #3a9d7c; }
+.weft .wait { fill: #b9bfca; } .weft .other { fill: #8e6bb8; } .weft rect.e:hover { fill-opacity: 0.7; }
+@media (prefers-color-scheme: dark) {
+  .weft text { fill: #e3e7ee; } .weft .soft { fill: #98a2b3; } .weft .grid { stroke: #3d4654; }
+  .weft .compute { fill: #5b9be6; } .weft .send { fill: #f0a94a; } .weft .recv { fill: #58c09c; }
+  .weft .wait { fill: #566070; } .weft .other { fill: #b092d8; } .weft .track { fill: #98a2b3; }
+}
 """
 
 # Moves each <title> into a tip that follows the pointer at once; without scripts the titles still work.
@@ -125,7 +126,7 @@ def timeline_svg(timelines: Sequence[Timeline]) -> str:
             bars += drawn
             y += height + GAP
         y += GAP
-    parts = [*_axis(span, x=margin, y=y, scale=scale), *bars, *_legend(x=margin, y=y + AXIS)]
+    parts = [*time_axis(span, x=margin, top=0, bottom=y, scale=scale, most=10), *bars, *_legend(x=margin, y=y + AXIS)]
     height = y + AXIS + LEGEND
     return (
         f'<svg class="weft" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
@@ -188,18 +189,18 @@ def describe(event: Event, *, origin: float) -> str:
     return "\n".join(lines)
 
 
-def _axis(span: float, *, x: float, y: float, scale: float) -> list[str]:
-    """Grid lines over the whole height and their times below."""
-    if span == 0:
+def time_axis(span: float, *, x: float, top: float, bottom: float, scale: float, most: int) -> list[str]:
+    """At most about `most` grid lines, from `top` to `bottom`, and their times below."""
+    if span <= 0:
         return []
     factor, unit = time_unit(span)
-    step = tick_step(span, most=10)
+    step = tick_step(span, most=most)
     parts = []
     for i in range(math.floor(span / step) + 1):
         at = x + i * step * scale
         label = f"{i * step * factor:.4g}" + (f" {unit}" if i == 0 else "")
-        parts.append(f'<line class="grid" x1="{at:.2f}" x2="{at:.2f}" y1="0" y2="{y:g}"/>')
-        parts.append(f'<text class="soft" x="{at:.2f}" y="{y + 14:g}" text-anchor="middle">{label}</text>')
+        parts.append(f'<line class="grid" x1="{at:.2f}" x2="{at:.2f}" y1="{top:g}" y2="{bottom:g}"/>')
+        parts.append(f'<text class="soft" x="{at:.2f}" y="{bottom + 14:g}" text-anchor="middle">{label}</text>')
     return parts
 
 

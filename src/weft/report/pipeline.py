@@ -5,14 +5,13 @@ All steps are drawn on one time axis, so that a longer box row is a slower sched
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from html import escape
 
 from weft.pipeline import Direction, Kind, Simulation
-from weft.report.drawing import SCRIPT, page
+from weft.report.drawing import SCRIPT, page, time_axis
 from weft.report.table import Table
-from weft.timeline.text import format_seconds, tick_step, time_unit
+from weft.timeline.text import format_seconds
 
 WIDTH, MARGIN = 1040, 60
 BAND, STRIP, GAP, HEADING, AXIS = 20, 4, 7, 28, 24
@@ -70,7 +69,7 @@ def pipeline_svg(simulations: Mapping[str, Simulation]) -> str:
         for rank in range(len(simulation.schedule.ranks)):
             parts += _rank(simulation, rank, y=y, scale=scale)
             y += BAND + 2 * STRIP + GAP
-    parts = [*_axis(span, bottom=y, scale=scale), *parts]
+    parts = [*time_axis(span, x=MARGIN, top=AXIS, bottom=y, scale=scale, most=12), *parts]
     return (
         f'<svg class="pipe" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + AXIS:g}" role="img" '
         f'aria-label="pipeline schedules"><style>{STYLE}</style>\n{chr(10).join(parts)}\n</svg>'
@@ -108,20 +107,6 @@ def _box(kind: str, name: str, start: float, end: float, *, y: float, height: fl
         f'<rect class="e {kind}" x="{MARGIN + start * scale:.2f}" y="{y:g}" width="{(end - start) * scale:.2f}" '
         f'height="{height:g}"><title>{escape(tip)}</title></rect>'
     )
-
-
-def _axis(span: float, *, bottom: float, scale: float) -> list[str]:
-    if span <= 0:
-        return []
-    factor, unit = time_unit(span)
-    step = tick_step(span, most=12)
-    parts = []
-    for i in range(math.floor(span / step) + 1):
-        x = MARGIN + i * step * scale
-        label = f"{i * step * factor:.4g}" + (f" {unit}" if i == 0 else "")
-        parts.append(f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" y1="{AXIS}" y2="{bottom:g}"/>')
-        parts.append(f'<text class="soft" x="{x:.2f}" y="{bottom + 14:g}" text-anchor="middle">{label}</text>')
-    return parts
 
 
 def _legend() -> list[str]:

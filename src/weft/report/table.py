@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-Row = Mapping[str, object]
+Row = Mapping[str, Any]
+"""Plain values by name: what JSON can say."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Table:
     def all_notes(self) -> list[str]:
         """The notes, with what the mark means if a row has it."""
         disturbed = [row for row in self.rows if row.get("disturbed")]
-        mark = "* some rounds could not be had undisturbed by other processes or the hypervisor"
+        mark = "* some rounds were disturbed by other processes or the hypervisor"
         return [*self.notes, mark] if disturbed else list(self.notes)
 
     def _cells(self, row: Row) -> list[str]:

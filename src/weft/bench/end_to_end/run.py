@@ -1,15 +1,4 @@
-"""What resharding and the pipeline bring to a training step of two stages, each of the two switched off in turn.
-
-A stage is a host of two ranks, and what goes from stage to stage is replicated over them, as between tensor-parallel
-stages. Stages sleep for the time of their compute beside a small real matmul, as four ranks do not find a core each;
-tensors travel for real.
-
-weft              eager-1F1B, transfers beside computing, each tensor once over the wire and on inside the host
-weft_no_reshard   the same schedule; each rank is sent a part, and an all-gather inside the host makes it whole
-weft_no_pipeline  1F1B, which waits for every transfer where it is due
-neither           1F1B that waits, and every rank is sent all: what a loop of send and recv does
-
-A tensor-parallel transformer trained, prefilled and decoded by weft, against torch, Hugging Face and vLLM.
+"""A tensor-parallel transformer trained, prefilled and decoded by weft, against torch, Hugging Face and vLLM.
 
 Every rank has one thread. Times are those of the slowest rank. All systems of a row start from the same weights and are
 given the same texts; a row whose losses or tokens differ fails. docs/end_to_end.md says how each peer is run.
@@ -18,17 +7,15 @@ given the same texts; a row whose losses or tokens differ fails. docs/end_to_end
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from weft.bench.end_to_end.cases import DEMO_LLAMA, Load, ModelSize, Place, Scale, WorkKind, full, quick
 from weft.bench.end_to_end.lab import (
+    FIRST,
     RUN_TIMEOUT,
-    EndToEndOutcome,
     Machine,
     TorchStep,
     measure_generate,
@@ -36,77 +23,14 @@ from weft.bench.end_to_end.lab import (
     measure_train,
     torch_step,
 )
-from weft.bench.end_to_end.measure import CORE, SYSTEMS, Engines, save_model
-from weft.bench.end_to_end.rows import COLUMNS, Result, summary
-from weft.bench.harness import BenchOptions, Case, Measurement, measure_ranks, track
-from weft.bench.pipeline import PipelineSystem, emulated_sizes
-from weft.bench.systems.pipeline import PipelineCase, StagedModel, build
+from weft.bench.harness import BenchOptions, Case, Measurement, Result, column, measure_ranks, track
+from weft.bench.pipeline import PipelineSystem, check_losses, emulated_sizes, open_pipelines, pipeline_step
+from weft.bench.systems.parallel import CORE_TRAIN_SYSTEMS, TRAIN_SYSTEMS, Engines, save_model
+from weft.bench.systems.pipeline import PipelineCase, build
 from weft.bench.systems.vllm import PYTHON
 from weft.lab import Cluster, Rank
-from weft.layout import Mesh
-from weft.layout.mesh import DeclaredCluster as Wires
-from weft.pipeline import Pipeline, Transfers, schedule
-from weft.report import Headline, Report
-
-PROMISE_SYSTEMS = {
-    "weft": PipelineSystem("eager-1f1b"),
-    "weft_no_reshard": PipelineSystem("eager-1f1b", "all_gather"),
-    "weft_no_pipeline": PipelineSystem("1f1b", transfers=Transfers.SYNCHRONOUS),
-    "neither": PipelineSystem("1f1b", "send_recv", Transfers.SYNCHRONOUS),
-}
-CASE = PipelineCase("gpt", stages=2, devices=2, share=0.5, microbatches=8, emulated=True)
-_TIMEOUT = 120.0
-_RUN_TIMEOUT = 900.0
-Step = Callable[[], Tensor]
-
-
-def promise_row(rounds: int, case: PipelineCase = CASE) -> dict[str, object]:
-    """The row of the report, measured in a lab of its own."""
-    sizes = emulated_sizes(case)
-    gbps = sizes.edge_bytes * 8e-9 / (case.share * sizes.forward)
-    with Cluster(case.stages, case.devices, gbps) as lab:
-        measured = lab.run(_measure, case, gbps, rounds, timeout=_RUN_TIMEOUT)[0]
-    found = {
-        f"without_{name.removeprefix('weft_no_')}": measured.ratio(name, "weft") for name in list(PROMISE_SYSTEMS)[1:-1]
-    }
-    return {
-        **measured.row(), "kind": "promises", "hosts": case.stages, "devices": case.devices, "gbps": gbps,
-        "padded_ms": measured.median("neither") * 1e3, "vs_padded": measured.ratio("neither", "weft"), **found,
-    }  # fmt: skip
-
-
-def _measure(rank: Rank, case: PipelineCase, gbps: float, rounds: int) -> Measurement:
-    model = build(case)
-    with ExitStack() as stack:
-        steps: dict[str, Step] = {}
-        for name, system in PROMISE_SYSTEMS.items():
-            pipe = stack.enter_context(_pipeline(case, model, system, rank, gbps))
-            steps[name] = _step(pipe, model, rank)
-        losses = {name: step() for name, step in steps.items()}
-        for name, found in losses.items():
-            if not torch.allclose(found, losses["neither"], rtol=1e-4):
-                raise AssertionError(f"losses of {name} are {found.tolist()}, of 1F1B {losses['neither'].tolist()}")
-        what = f"pipeline of {case.stages} stages x {case.devices}, emulated, transfers {case.share:g} of a forward"
-        return measure_ranks(Case(what, steps), rank, rounds, warmup=0)
-
-
-def _pipeline(case: PipelineCase, model: StagedModel, system: PipelineSystem, rank: Rank, gbps: float) -> Pipeline:
-    meshes = [Mesh.grid(1, case.devices, first_rank=s * case.devices, first_host=s) for s in range(case.stages)]
-    return Pipeline(
-        {rank.host: model.stages[rank.host]}, meshes,
-        schedule(system.schedule, stages=case.stages, microbatches=case.microbatches), edges=case.graph,
-        loss_fn=model.loss_fn, group=rank.group, timeout=_TIMEOUT, transfers=system.transfers,
-        strategy=system.strategy, cluster=Wires.uniform(case.stages, gbps=gbps),
-    )  # fmt: skip
-
-
-def _step(pipe: Pipeline, model: StagedModel, rank: Rank) -> Step:
-    def step() -> Tensor:
-        model.stages[rank.host].zero_grad(set_to_none=True)
-        return pipe.step(model.batch, model.targets)
-
-    return step
-
+from weft.pipeline import Transfers
+from weft.report import Column, Figure, Headline, Report, Row
 
 NAME = "end_to_end"
 HELP = "training, prefill and decoding of a tensor-parallel Llama against torch, Hugging Face and vLLM"
@@ -118,6 +42,29 @@ NOTES = (
     "bound: the longest of flops at the measured peak, bytes over a card, and weights read from memory in decoding",
     "exposed: the part of weft's time that was communication with nothing computed under it",
 )
+OURS = "weft"
+# What people run today, with padding and without it.
+PADDED = {WorkKind.TRAIN: "torch_padded", WorkKind.PREFILL: "hf_tp", WorkKind.DECODE: "hf_tp"}
+UNPADDED = {WorkKind.TRAIN: "torch_packed", WorkKind.PREFILL: "hf_tp_loop"}
+
+COLUMNS = [
+    Column("case", "ms"),
+    Column("gbps", "Gbit/s", form=".2f"),
+    Column("padded_ms", "padded", form=".0f"),
+    Column("unpadded_ms", "unpadded", form=".0f"),
+    Column("vllm_ms", "vLLM", form=".0f"),
+    Column("weft_ms", "weft", form=".0f"),
+    Column("weft_no_overlap_ms", "- overlap", form=".0f"),
+    Column("weft_no_packing_ms", "- packing", form=".0f"),
+    Column("weft_no_reshard_ms", "- reshard", form=".0f"),
+    Column("weft_no_pipeline_ms", "- pipeline", form=".0f"),
+    Column("bound_ms", "bound", form=".0f"),
+    Column("vs_padded", "/padded", form=".2f", bar=True),
+    Column("vs_unpadded", "/unpad.", form=".2f"),
+    Column("vs_vllm", "/vLLM", form=".2f"),
+    Column("weft_tokens_per_s", "tok/s", form=".0f"),
+    Column("exposed", "exposed", form=".0%"),
+]
 
 
 def run(options: BenchOptions, *, scale: Scale | None = None) -> Report:
@@ -126,21 +73,27 @@ def run(options: BenchOptions, *, scale: Scale | None = None) -> Report:
     engines = None
     if scale.vllm and PYTHON.exists():
         engines = Engines.known(PYTHON.absolute(), compiled=not options.quick)
+    rows: list[Row] = []
+    figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(scale.load, Path(folder), engines)
-        results: list[Result] = []
         for place, kinds in track(scale.places, title=NAME):
             promises = scale.promises and place.is_headline
-            results += bench.results(place, kinds, scale.rounds_of(place), promises=promises)
+            for row, result in bench.results(place, kinds, scale.rounds_of(place), promises=promises):
+                rows.append(row)
+                if row["kind"] == WorkKind.TRAIN.value and place.is_headline:
+                    figures.append(figure(result))
+    if scale.promises:
+        rows.append(promise_row(scale.rounds))
     absent = [] if PYTHON.exists() else [f"vLLM was not measured: there is no {PYTHON}; `make test-vllm` makes it"]
     return Report(
         NAME,
-        rows=[*(result.row() for result in results), *([promise_row(scale.rounds)] if scale.promises else [])],
-        summary=summary(results),
+        rows=rows,
+        summary=summary(rows),
         columns=COLUMNS,
         title="end to end: ms of the slowest rank, one thread a rank; hosts x devices, torch's share of communication",
         notes=[*NOTES, *absent],
-        figures=[result.figure() for result in results if result.kind is WorkKind.TRAIN and result.place.is_headline],
+        figures=figures,
     )
 
 
@@ -152,15 +105,14 @@ def demo() -> list[Headline]:
         # No time to see what torch needs: the wire takes half as long as all matmuls at this machine's peak.
         seconds = place.size.train_flops(load.train_lengths) / bench.machine(decoding=False).flops
         gbps = 8e-9 * place.size.train_bytes(load.train_tokens, place.hosts) / (0.5 * seconds)
-        (result,) = bench.results(place, (WorkKind.TRAIN,), 3, trained_by=("torch_packed", "weft"), gbps=gbps)
-    today, ours = result.seconds("torch_packed") * 1e3, result.seconds("weft") * 1e3
+        systems = ("torch_packed", "weft")
+        ((_, result),) = bench.results(place, (WorkKind.TRAIN,), 3, trained_by=systems, gbps=gbps)
     what = f"training step, 2 layers of width {place.size.width}, {gbps:.1f} Gbit/s, against torch on packed texts"
-    figures = [result.figure()]
-    return [Headline(what, today, ours, result.bound * 1e3, "ms", today / ours, result.measured.disturbed, figures)]
+    return [result.headline(what, today="torch_packed", figures=[figure(result)])]
 
 
 class Bench:
-    """Measures places one after the other; what it found out on the way it need not find out again."""
+    """Measures places one after the other; what several of them need is found out once."""
 
     def __init__(self, load: Load, folder: Path, engines: Engines | None) -> None:
         self._load, self._folder, self._engines = load, folder, engines
@@ -175,10 +127,10 @@ class Bench:
         rounds: int,
         *,
         promises: bool = False,
-        trained_by: Sequence[str] = CORE,
+        trained_by: Sequence[str] = CORE_TRAIN_SYSTEMS,
         gbps: float | None = None,
-    ) -> list[Result]:
-        """The rows of one place, in one lab; with `promises` also by weft without each of them.
+    ) -> list[tuple[Row, Result]]:
+        """What each kind of work gave at one place, in one lab; with `promises` also by weft without each of them.
 
         `trained_by` are the other systems of a training row; `gbps` is for a place that has no share to choose it by.
         """
@@ -187,17 +139,22 @@ class Bench:
             step = self._torch_step(place)
             gbps = step.gbps(place.share)
         machine = self.machine(decoding=WorkKind.DECODE in kinds)
-        found: list[tuple[WorkKind, EndToEndOutcome]] = []
+        found: dict[WorkKind, Result] = {}
         with Cluster(place.hosts, place.devices, gbps) as lab:
             if WorkKind.TRAIN in kinds:
-                arguments = (place, self._load, rounds, tuple(SYSTEMS) if promises else trained_by)
-                found.append((WorkKind.TRAIN, lab.run(measure_train, *arguments, timeout=RUN_TIMEOUT)[0]))
+                arguments = (place, self._load, rounds, tuple(TRAIN_SYSTEMS) if promises else trained_by)
+                found[WorkKind.TRAIN] = lab.run(measure_train, *arguments, timeout=RUN_TIMEOUT)[0]
             if rest := [kind for kind in kinds if kind is not WorkKind.TRAIN]:
                 # vLLM knows nothing of hosts here: it is measured where all ranks are on one.
                 engines = self._engines if place.hosts == 1 else None
                 parts = (place, self._load, rounds, rest, str(self._model_folder(place.size)), engines, promises)
-                found += lab.run(measure_generate, *parts, timeout=RUN_TIMEOUT)[0].items()
-        return [Result(place, kind, self._load, outcome, gbps, machine, step) for kind, outcome in found]
+                found |= lab.run(measure_generate, *parts, timeout=RUN_TIMEOUT)[0]
+        bounds = {kind: bound_seconds(place, kind, self._load, machine, gbps) for kind in found}
+        results = {kind: replace(result, bound=bounds[kind]) for kind, result in found.items()}
+        return [
+            (make_row(place, kind, self._load, result, gbps=gbps, step=step), result)
+            for kind, result in results.items()
+        ]
 
     def machine(self, *, decoding: bool) -> Machine:
         """What this machine can do."""
@@ -215,3 +172,156 @@ class Bench:
         if size not in self._saved:
             self._saved[size] = save_model(size, self._folder / f"model-{len(self._saved)}")
         return self._saved[size]
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def make_row(
+    place: Place, kind: WorkKind, load: Load, result: Result, *, gbps: float | None, step: TorchStep | None = None
+) -> Row:
+    """The values of a row; `step` is torch's on a fast link, which says how much of its time the link took."""
+    measured, bound = result.measured, result.bound or 0.0
+    seconds = {name: _seconds(measured, name, kind) for name in measured.case.systems if not name.endswith(FIRST)}
+    tokens = _tokens(kind, load)
+    row: dict[str, object] = {
+        **measured.row(),
+        "kind": kind.value, "model": place.size.name, "hosts": place.hosts, "devices": place.devices,
+        "share": place.share, "gbps": gbps, "tokens": tokens, "rounds": len(measured.rounds),
+        "is_headline": place.is_headline,
+    }  # fmt: skip
+    for name, each in seconds.items():
+        row |= {f"{name}_ms": each * 1e3, f"{name}_tokens_per_s": tokens / each}
+    # vLLM at its best without the plugin: whatever number of ranks, compiled or not.
+    engines = [name for name in seconds if name.startswith("vllm") and "plugin" not in name]
+    vllm = min(engines, key=seconds.__getitem__, default=None)
+    for title, peer in (("padded", PADDED.get(kind)), ("unpadded", UNPADDED.get(kind)), ("vllm", vllm)):
+        taken = None if peer is None else seconds.get(peer)
+        row[f"{title}_ms"] = None if taken is None else taken * 1e3
+        row[f"vs_{title}"] = None if taken is None else taken / seconds[OURS]
+    packed = seconds.get("torch_packed")
+    return {
+        **row,
+        "bound_ms": bound * 1e3,
+        "bound_fraction": bound / seconds[OURS],
+        "torch_share": None if step is None or packed is None else 1 - step.seconds / packed,
+        **result.facts,
+    }
+
+
+def _seconds(measured: Measurement, system: str, kind: WorkKind) -> float:
+    """The median; of decoding, what the tokens after the first take."""
+    whole = measured.median(system)
+    return whole - measured.median(system + FIRST) if kind is WorkKind.DECODE else whole
+
+
+def _tokens(kind: WorkKind, load: Load) -> int:
+    """What tokens a second are counted by: read in training and prefill, written in decoding."""
+    if kind is WorkKind.TRAIN:
+        return load.train_tokens
+    return sum(load.prompt_lengths) if kind is WorkKind.PREFILL else load.prompts * load.new_tokens
+
+
+def figure(result: Result) -> Figure:
+    """What was predicted of weft's call, above what happened; or this alone."""
+    notes = ["predicted: ops by their plans, gaps as measured"] if len(result.timelines) > 1 else []
+    return result.figure(result.measured.case.name, *notes)
+
+
+def bound_seconds(place: Place, kind: WorkKind, load: Load, machine: Machine, gbps: float | None) -> float:
+    """The longest of: all flops at the measured peak, all bytes over a card, all weights read once a decoding step.
+
+    Norms, the softmax, the optimiser and latency are free here, so that it is reached by nobody.
+    """
+    size, wire = place.size, 0.0 if gbps is None else 8e-9 / gbps
+    if kind is WorkKind.TRAIN:
+        sent = size.train_bytes(load.train_tokens, place.hosts)
+        return max(size.train_flops(load.train_lengths) / machine.flops, sent * wire)
+    if kind is WorkKind.PREFILL:
+        return max(
+            size.prefill_flops(load.prompt_lengths) / machine.flops,
+            size.forward_bytes(sum(load.prompt_lengths), place.hosts) * wire,
+        )
+    step = max(
+        size.forward_flops([1] * load.prompts, head_rows=load.prompts) / machine.flops,
+        size.forward_bytes(load.prompts, place.hosts) * wire,
+        size.decode_weight_bytes / machine.bandwidth,
+    )
+    return load.new_tokens * step
+
+
+def summary(rows: Sequence[Row]) -> dict[str, object]:
+    """The figures of Llama at 30 %, of prefill and decoding also inside a host; of several rows the worst.
+
+    None where nothing was measured.
+    """
+    train, prefill, decode = (_headlines(rows, kind) for kind in WorkKind)
+
+    def worst(chosen: Sequence[Row], key: str) -> float | None:
+        return min(column(chosen, key), default=None)
+
+    return {
+        "train_vs_torch_packed": worst(train, "vs_unpadded"),
+        "train_vs_torch_padded": worst(train, "vs_padded"),
+        "prefill_vs_hf_tp": worst(prefill, "vs_padded"),
+        "prefill_vs_vllm": next(iter(column(prefill, "vs_vllm")), None),
+        "decode_vs_hf_tp": worst(decode, "vs_padded"),
+        "decode_vs_vllm": next(iter(column(decode, "vs_vllm")), None),
+        "vllm_plugin_prefill": _plugin(prefill),
+        "vllm_plugin_decode": _plugin(decode),
+        "exposed_comm_fraction": max(column(train, "exposed"), default=None),
+    }
+
+
+def _headlines(rows: Sequence[Row], kind: WorkKind) -> list[Row]:
+    """What a figure is taken from; training figures are about links, and one host has none."""
+    found = [row for row in rows if row["kind"] == kind.value and row["is_headline"]]
+    return [row for row in found if kind is not WorkKind.TRAIN or row["hosts"] > 1]
+
+
+def _plugin(rows: Sequence[Row]) -> float | None:
+    """Two ranks with the plugin against two ranks without it, started alike."""
+    both = ("vllm_2_ms", "vllm_2_plugin_ms")
+    return next((row[both[0]] / row[both[1]] for row in rows if all(key in row for key in both)), None)
+
+
+# ---- what the other two promises bring -------------------------------------------------------------------------------
+
+# Resharding and the pipeline, each switched off in turn, in a training step of two stages. A stage is a host of two
+# ranks, and what goes from stage to stage is replicated over them, as between tensor-parallel stages.
+PROMISE_SYSTEMS = {
+    # Each tensor once over the wire and on inside the host, transfers beside computing.
+    "weft": PipelineSystem("eager-1f1b"),
+    # Each rank is sent a part, and an all-gather inside the host makes it whole.
+    "weft_no_reshard": PipelineSystem("eager-1f1b", "all_gather"),
+    # Waits for every transfer where it is due.
+    "weft_no_pipeline": PipelineSystem("1f1b", transfers=Transfers.SYNCHRONOUS),
+    # Waits, and every rank is sent all: what a loop of send and recv does.
+    "neither": PipelineSystem("1f1b", "send_recv", Transfers.SYNCHRONOUS),
+}
+PROMISE_CASE = PipelineCase("gpt", stages=2, devices=2, share=0.5, microbatches=8, emulated=True)
+_PROMISE_TIMEOUT = 900.0
+
+
+def promise_row(rounds: int, case: PipelineCase = PROMISE_CASE) -> Row:
+    """The row of these systems, measured in a lab of its own."""
+    gbps = emulated_sizes(case).gbps(case.share)
+    with Cluster(case.stages, case.devices, gbps) as lab:
+        measured = lab.run(_measure_promises, case, gbps, rounds, timeout=_PROMISE_TIMEOUT)[0]
+    return {
+        **measured.row(), "kind": "promises", "hosts": case.stages, "devices": case.devices, "gbps": gbps,
+        "is_headline": False, "padded_ms": measured.median("neither") * 1e3,
+        "vs_padded": measured.ratio("neither", "weft"),
+        "without_reshard": measured.ratio("weft_no_reshard", "weft"),
+        "without_pipeline": measured.ratio("weft_no_pipeline", "weft"),
+    }  # fmt: skip
+
+
+def _measure_promises(rank: Rank, case: PipelineCase, gbps: float, rounds: int) -> Measurement:
+    model = build(case)
+    with ExitStack() as stack:
+        pipes = open_pipelines(stack, case, model, PROMISE_SYSTEMS, rank, gbps)
+        steps = {name: pipeline_step(pipe, model, rank) for name, pipe in pipes.items()}
+        check_losses(steps, like="neither")
+        what = f"pipeline of {case.stages} stages x {case.devices}, emulated, transfers {case.share:g} of a forward"
+        return measure_ranks(Case(what, steps), rank, rounds, warmup=0)

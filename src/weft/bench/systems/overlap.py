@@ -1,6 +1,6 @@
-"""What `weft bench overlap` measures: ops, shapes, ranks, and a link slow enough for the share of communication.
+"""What `weft bench overlap` measures: ops, shapes and ranks, over a link slow enough for the share of communication.
 
-The systems that `weft bench overlap` compares, each as its own users would call it, on the ranks of a lab.
+The systems, each as its own users would call it, on the ranks of a lab:
 
 torch:       the matmul, then the collective, with gloo
 decomposed:  the matmul in P or 2 P chunks, each chunk's collective running while the next is computed; the faster
@@ -10,7 +10,7 @@ weft:        the plan that a user gets who does not give one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft import overlap
+from weft.bench.harness import System, rank_seconds
 from weft.comm import Group
 from weft.kernels import linear
 from weft.overlap.executor.resources import pack
@@ -106,7 +107,14 @@ def quick_cases() -> list[OverlapCase]:
     ]
 
 
-Call = Callable[[], object]
+_PROBE = (256, 1024, 1024)  # m, k, n
+
+
+def matmul_flops() -> float:
+    """Flops a second of this rank in weft's matmul while all ranks compute."""
+    m, k, n = _PROBE
+    x, w = torch.randn(m, k), pack(torch.randn(n, k))
+    return 2.0 * m * k * n / rank_seconds(lambda: linear(x, w))
 
 
 class Systems:
@@ -132,7 +140,7 @@ class Systems:
     def matmul(self) -> Tensor:
         return linear(self.whole, self.packed, out=self.out)
 
-    def wire(self, group: Group) -> Call:
+    def wire(self, group: Group) -> System:
         """The bytes of the op, rank to rank, and nothing else."""
         here = group.hosts[self.rank]
         peers = [r for r in range(self.size) if group.hosts[r] != here]

@@ -1,11 +1,8 @@
-"""The rows of `weft bench pipeline`: which model, on how many stages, over links of which speed.
+"""What `weft bench pipeline` runs: its rows, its models with one stage on each host, and torch's own pipeline.
 
-A stage that takes a given time and hardly any CPU: for pipelines with more ranks than this machine has cores.
-
-It does a small real matmul and sleeps for the rest; tensors have their real sizes and really travel. Both gradients
-of the backward pass sleep on their own, so that a schedule which splits them finds them split.
-
-The models of `weft bench pipeline`, one stage of them on each rank, with a batch and a loss.
+An emulated stage takes a given time and hardly any CPU, for pipelines with more ranks than this machine has cores. It
+does a small real matmul and sleeps for the rest; tensors have their real sizes and really travel. Both gradients of the
+backward pass sleep on their own, so that a schedule which splits them finds them split.
 """
 
 from __future__ import annotations
@@ -30,6 +27,13 @@ GPT = GPTConfig(width=256, heads=8, layers=4, context=128)
 U = UConfig(width=32, levels=2, pixels=32)
 SHARES = (0.25, 0.5, 1.0)
 MODELS = ("gpt", "u-transformer")
+# Emulated: what a forward of a stage lasts, and what goes over an edge.
+SECONDS = 0.03
+TOKENS, WIDTH = 128, 1024
+# Real: sequences, or pictures, of a micro-batch.
+SEQUENCES = 4
+_ROWS = 8  # of the small matmul
+Tensors = dict[tuple[int, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,64 +84,6 @@ def quick_cases() -> list[PipelineCase]:
     """The fewest rows that give every figure."""
     emulated = [PipelineCase(model, 4, 2, 0.5, 8, emulated=True) for model in MODELS]
     return [*emulated, PipelineCase("gpt", 2, 1, 0.5, 8, emulated=False)]
-
-
-_ROWS = 8  # of the small matmul
-
-
-class EmulatedStage(nn.Module):
-    """[tokens, width] tensors -> one such tensor, or a dict with one for each name where `outputs` are several.
-
-    A forward lasts `seconds`, the gradient of the input and that of the weights `seconds` each.
-
-    >>> stage = EmulatedStage(("x",), width=4, seconds=0.0)
-    >>> stage(torch.ones(16, 4)).shape
-    torch.Size([16, 4])
-    """
-
-    def __init__(self, outputs: tuple[str, ...], *, width: int, seconds: float) -> None:
-        super().__init__()
-        self.mix = nn.Linear(width, width)
-        self.outputs, self.seconds = outputs, seconds
-
-    def forward(self, *tensors: Tensor, **named: Tensor) -> Any:
-        first, *others = (*tensors, *named.values())
-        weight = _spend(self.mix.weight, self.seconds)
-        mixed = F.linear(first[:_ROWS], weight, self.mix.bias)
-        y = torch.cat([mixed, first[_ROWS:]])
-        for other in others:
-            y = y + other
-        time.sleep(self.seconds)
-        y = _spend(y, self.seconds)
-        return dict.fromkeys(self.outputs, y) if len(self.outputs) > 1 else y
-
-
-class _Spend(torch.autograd.Function):
-    """Its gradient takes some time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return grad, None
-
-
-def _spend(x: Tensor, seconds: float) -> Tensor:
-    y: Tensor = _Spend.apply(x, seconds)  # type: ignore[no-untyped-call]
-    return y
-
-
-# Emulated: what a forward of a stage lasts, and what goes over an edge.
-SECONDS = 0.03
-TOKENS, WIDTH = 128, 1024
-# Real: sequences, or pictures, of a micro-batch.
-SEQUENCES = 4
-
-Tensors = dict[tuple[int, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -221,3 +167,49 @@ def torch_step(case: PipelineCase, model: StagedModel, rank: Rank) -> Callable[[
         return torch.stack(losses).detach() if losses else torch.empty(0)
 
     return step
+
+
+class EmulatedStage(nn.Module):
+    """[tokens, width] tensors -> one such tensor, or a dict with one for each name where `outputs` are several.
+
+    A forward lasts `seconds`, the gradient of the input and that of the weights `seconds` each.
+
+    >>> stage = EmulatedStage(("x",), width=4, seconds=0.0)
+    >>> stage(torch.ones(16, 4)).shape
+    torch.Size([16, 4])
+    """
+
+    def __init__(self, outputs: tuple[str, ...], *, width: int, seconds: float) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+        self.outputs, self.seconds = outputs, seconds
+
+    def forward(self, *tensors: Tensor, **named: Tensor) -> Any:
+        first, *others = (*tensors, *named.values())
+        weight = _spend(self.mix.weight, self.seconds)
+        mixed = F.linear(first[:_ROWS], weight, self.mix.bias)
+        y = torch.cat([mixed, first[_ROWS:]])
+        for other in others:
+            y = y + other
+        time.sleep(self.seconds)
+        y = _spend(y, self.seconds)
+        return dict.fromkeys(self.outputs, y) if len(self.outputs) > 1 else y
+
+
+class _Spend(torch.autograd.Function):
+    """Its gradient takes some time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+def _spend(x: Tensor, seconds: float) -> Tensor:
+    y: Tensor = _Spend.apply(x, seconds)  # type: ignore[no-untyped-call]
+    return y

@@ -1,6 +1,7 @@
-"""What a torch user writes today to bring a state dict to another mesh: two ways, each at its best.
+"""What the ranks of the lab run for `weft bench reshard`: weft's strategies, and what a torch user writes today.
 
-What the ranks of the lab run for `weft bench reshard`.
+full_broadcast  `DTensor.full_tensor` on the trainer, a broadcast to the others, a slice there
+dcp_files       torch.distributed.checkpoint: one side saves, the other loads
 
 Every result is compared with the source after every run, and spoilt before the next one; neither is timed.
 """
@@ -23,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from weft._torch import redistribution_logger
-from weft.bench.harness import Case, Measurement, measure_ranks, slowest, traced
+from weft.bench.harness import Case, Result, measure_ranks, slowest, traced
+from weft.bench.machine import peak_growth
 from weft.comm import Group
 from weft.lab import Rank
 from weft.layout import Box, ShardSizes
@@ -33,11 +35,63 @@ from weft.reshard.tensors import to_dtensor
 from weft.timeline import Timeline
 
 Shards = Mapping[int, Tensor]
+TIMEOUT = 60.0
+
+
+def measure_case(
+    rank: Rank, name: str, specs: Sequence[TensorSpec], strategies: Sequence[str], gbps: float, rounds: int
+) -> Result | None:
+    """Every strategy in turns, and one traced run of `optimal`; rank 0 returns what came out."""
+    torch.manual_seed(0)
+    cluster = DeclaredCluster.uniform(max(rank.hosts) + 1, gbps=gbps)
+    plans = {strategy: plan_tensors(specs, cluster=cluster, strategy=strategy) for strategy in strategies}
+    group, shards = Group(rank.group, timeout=TIMEOUT), _CheckedShards(specs, rank.rank)
+    with ExitStack() as stack:
+        systems = {}
+        for strategy, plan in plans.items():
+            executor = stack.enter_context(Executor(plan, group))
+            systems[strategy] = shards.timed(partial(executor.run, shards.src, shards.dst))
+        measured = measure_ranks(Case(name, systems), rank, rounds, agree=shards.agree)
+        happened = traced(systems["optimal"], rank)
+    if rank.rank:
+        return None
+    best = plans["optimal"]
+    return Result(
+        measured,
+        bound=best.lower_bound,
+        predicted={strategy: plan.seconds for strategy, plan in plans.items()},
+        timelines=(Timeline(best.simulate().events, name="predicted"), happened),
+    )
+
+
+def measure_state(
+    rank: Rank, name: str, specs: Sequence[TensorSpec], gbps: float, rounds: int, limit: int, folder: str
+) -> Result | None:
+    """A state dict by one plan, by full tensors and broadcasts, and by torch's checkpoints, in turns.
+
+    `staging_peak_mb` is the most memory that any rank took beyond its tensors.
+    """
+    cluster = DeclaredCluster.uniform(max(rank.hosts) + 1, gbps=gbps)
+    plan = plan_tensors(specs, cluster=cluster)
+    group, shards = Group(rank.group, timeout=TIMEOUT), _CheckedShards(specs, rank.rank)
+    with Executor(plan, group, max_staging_bytes=limit) as executor:
+        dist.barrier()
+        staging = peak_growth(partial(executor.run, shards.src, shards.dst))
+        systems = {
+            "weft": shards.timed(partial(executor.run, shards.src, shards.dst)),
+            "full_broadcast": shards.timed(full_broadcast(specs, rank, shards.src, shards.dst)),
+            "dcp_files": shards.timed(dcp_files(specs, rank, shards.src, shards.dst, Path(folder))),
+        }
+        measured = measure_ranks(Case(name, systems), rank, rounds, agree=shards.agree)
+    largest = shards.agree(float(staging))
+    facts = {"staging_peak_mb": largest / 1e6, "staging_limit_mb": limit / 1e6}
+    return None if rank.rank else Result(measured, plan.lower_bound, {"weft": plan.seconds}, facts=facts)
 
 
 def full_broadcast(specs: Sequence[TensorSpec], rank: Rank, src: Shards, dst: Shards) -> Callable[[], None]:
     """`DTensor.full_tensor` on the trainer, a broadcast to the inference ranks, and a slice there; one by one."""
-    mesh, group = _device_mesh(specs[0], "src"), _receivers(specs[0])
+    mesh = _device_mesh(specs[0], "src")
+    group = _group_of([specs[0].src.mesh.ranks[0], *specs[0].dst.mesh.ranks])
     # It advises to flatten the mesh; but nested and flat cuts differ where a dim does not divide.
     redistribution_logger().setLevel(logging.ERROR)
 
@@ -62,7 +116,7 @@ def dcp_files(specs: Sequence[TensorSpec], rank: Rank, src: Shards, dst: Shards,
     The files are on this machine, in its page cache: they cross no network card, which real ones would.
     """
     meshes = {side: _device_mesh(specs[0], side) for side in ("src", "dst")}
-    groups = {side: mesh_group(specs[0], side) for side in ("src", "dst")}
+    groups = {side: _group_of(getattr(specs[0], side).mesh.ranks) for side in ("src", "dst")}
 
     def state(side: str, shards: Shards) -> dict[str, Tensor]:
         return {
@@ -94,46 +148,14 @@ def _device_mesh(spec: TensorSpec, side: str) -> DeviceMesh:
     return DeviceMesh("cpu", torch.from_numpy(mesh.array), mesh_dim_names=mesh.axes)
 
 
-def mesh_group(spec: TensorSpec, side: str) -> dist.ProcessGroup | None:
-    """A process group of all ranks of one side; None elsewhere. Collective."""
-    group = dist.new_group(list(getattr(spec, side).mesh.ranks))
+def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A process group of these ranks; None elsewhere. Collective."""
+    group = dist.new_group(list(ranks))
     return group if isinstance(group, dist.ProcessGroup) else None
-
-
-def _receivers(spec: TensorSpec) -> dist.ProcessGroup | None:
-    group = dist.new_group([spec.src.mesh.ranks[0], *spec.dst.mesh.ranks])
-    return group if isinstance(group, dist.ProcessGroup) else None
-
-
-TIMEOUT = 60.0
-
-
-@dataclass(frozen=True)
-class ReshardOutcome:
-    """What rank 0 reports: times, the bound, each strategy's prediction in seconds, and `optimal` as drawn.
-
-    timelines: as predicted, and as one run of all ranks was
-    """
-
-    measured: Measurement
-    bound: float
-    predicted: Mapping[str, float]
-    timelines: tuple[Timeline, Timeline]
-
-
-@dataclass(frozen=True)
-class StateOutcome:
-    """The same for a state dict, with the most memory that any rank took beyond its tensors."""
-
-    measured: Measurement
-    bound: float
-    predicted: float
-    staging: int
-    staging_limit: int
 
 
 @dataclass
-class _Shards:
+class _CheckedShards:
     """This rank's shards of some tensors: the sources, and destinations that are checked and spoilt."""
 
     specs: Sequence[TensorSpec]
@@ -184,60 +206,3 @@ def known_values(spec: TensorSpec, box: Box) -> Tensor:
         index = torch.arange(first, last, dtype=torch.float32) * (2 * dim + 3) % 61
         value = value.unsqueeze(-1) + index
     return (value % 127).to(spec.dtype)
-
-
-def measure_case(
-    rank: Rank, specs: Sequence[TensorSpec], strategies: Sequence[str], gbps: float, rounds: int
-) -> ReshardOutcome | None:
-    """Every strategy in turns; rank 0 returns what came out."""
-    torch.manual_seed(0)
-    cluster = DeclaredCluster.uniform(max(rank.hosts) + 1, gbps=gbps)
-    plans = {name: plan_tensors(specs, cluster=cluster, strategy=name) for name in strategies}
-    group, shards = Group(rank.group, timeout=TIMEOUT), _Shards(specs, rank.rank)
-    with ExitStack() as stack:
-        systems = {}
-        for name, plan in plans.items():
-            executor = stack.enter_context(Executor(plan, group))
-            systems[name] = shards.timed(partial(executor.run, shards.src, shards.dst))
-        measured = measure_ranks(Case("", systems), rank, rounds, agree=shards.agree)
-        happened = traced(systems["optimal"], rank)
-    if rank.rank:
-        return None
-    plan = plans["optimal"]
-    timelines = (Timeline(plan.simulate().events, name="predicted"), happened)
-    return ReshardOutcome(measured, plan.lower_bound, {n: plan.seconds for n, plan in plans.items()}, timelines)
-
-
-def measure_state(
-    rank: Rank, specs: Sequence[TensorSpec], gbps: float, rounds: int, limit: int, folder: str
-) -> StateOutcome | None:
-    """A state dict by one plan, by full tensors and broadcasts, and by torch's checkpoints, in turns."""
-    cluster = DeclaredCluster.uniform(max(rank.hosts) + 1, gbps=gbps)
-    plan = plan_tensors(specs, cluster=cluster)
-    group, shards = Group(rank.group, timeout=TIMEOUT), _Shards(specs, rank.rank)
-    with Executor(plan, group, max_staging_bytes=limit) as executor:
-        staging = _peak_growth(partial(executor.run, shards.src, shards.dst))
-        systems = {
-            "weft": shards.timed(partial(executor.run, shards.src, shards.dst)),
-            "full_broadcast": shards.timed(full_broadcast(specs, rank, shards.src, shards.dst)),
-            "dcp_files": shards.timed(dcp_files(specs, rank, shards.src, shards.dst, Path(folder))),
-        }
-        measured = measure_ranks(Case("", systems), rank, rounds, agree=shards.agree)
-    largest = shards.agree(float(staging))
-    return None if rank.rank else StateOutcome(measured, plan.lower_bound, plan.seconds, int(largest), limit)
-
-
-def _peak_growth(run: Callable[[], object]) -> int:
-    """Bytes by which this process's resident memory grew at its peak during a run."""
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = _status("VmRSS")
-    run()
-    return max(0, _status("VmHWM") - before)
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"no {key} in /proc/self/status")

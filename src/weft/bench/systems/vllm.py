@@ -1,14 +1,12 @@
-"""A vLLM engine in a process of its own, for benchmarks and tests: started, asked for tokens, ended.
+"""vLLM's engines as processes of their own: started, asked for tokens, stopped while others have their turn, ended.
 
-The process runs `end_to_end_vllm_child` in the environment that has vLLM, which need not be this one.
-
-vLLM's CPU backend with and without weft's plugin, in turns: prefill of mixed prompts, and decoding.
+`vllm_child` is the program of such a process, in the environment that has vLLM, which need not be this one
+(`make test-vllm` makes it). As a program this module compares vLLM with and without weft's plugin, in turns: prefill of
+mixed prompts, and decoding.
 
     python -m weft.bench.systems.vllm MODEL_DIR [ROUNDS [compiled]]        prints JSON
 
-Each engine is a process in the environment that has vLLM (`make test-vllm` makes it), loaded once, and stopped while
-another has its turn. Rates are tokens/s of medians over rounds; a row whose tokens differ from those of the first
-engine says so.
+Rates are tokens/s of medians over rounds; a row whose tokens differ from those of the first engine says so.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import os
 import random
 import select
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,8 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from weft.bench.end_to_end.inputs import spread_lengths, token_lists
-from weft.bench.harness import FOREIGN_LIMIT, Round, relative_spread, select_rounds
+from weft.bench.end_to_end.cases import spread_lengths, token_lists
+from weft.bench.harness import Case, Measurement, Round, take_rounds
 from weft.bench.machine import NoiseMeter, foreign_cores
 from weft.errors import WeftError
 
@@ -40,7 +37,7 @@ _ALLOCATORS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/lib/
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineSetup:
     """How an engine is started: `threads` cores for each of `ranks`."""
 
     name: str
@@ -50,7 +47,7 @@ class Setup:
     threads: int = 1
 
     def environment(self, python: Path) -> dict[str, str]:
-        """What vLLM's documentation asks for: its allocator and OpenMP loaded first, ranks bound to cores."""
+        """What vLLM's documentation asks to be set: its allocator and OpenMP loaded first, ranks bound to cores."""
         folder = python.absolute().parent.parent / "lib"
         preload = [folder / "libiomp5.so", *(Path(p) / "libtcmalloc_minimal.so.4" for p in _ALLOCATORS)]
         cores = [range(r * self.threads, (r + 1) * self.threads) for r in range(self.ranks)]
@@ -62,16 +59,14 @@ class Setup:
         }
         if self.ranks == 1:  # one process less, which is vLLM at its best with one rank
             wanted |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(self.threads)}
-        return {**os.environ, **wanted}
+        return wanted
 
 
-@dataclass(frozen=True)
-class EngineAnswer:
-    """What an engine made of prompts: seconds to the first token of all, seconds from there on, and the tokens."""
-
-    first_seconds: float
-    rest_seconds: float
-    tokens: list[list[int]]
+SETUPS = (
+    EngineSetup("vllm_1", ranks=1, threads=2),
+    EngineSetup("vllm_2", ranks=2),
+    EngineSetup("vllm_2_plugin", ranks=2, plugin=True),
+)
 
 
 class VllmEngine:
@@ -83,27 +78,28 @@ class VllmEngine:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: EngineSetup,
         model: Path,
         *,
         python: Path = PYTHON,
         max_length: int = 2048,
         max_tokens: int = 8192,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.setup = setup
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         answers, replies = os.pipe()
         with os.fdopen(replies, "w") as end:
+            command = [str(python.absolute()), "-m", "weft.bench.systems.vllm_child", str(end.fileno())]
+            # env(1) adds variables to those that are inherited.
+            variables = [f"{name}={value}" for name, value in setup.environment(python).items()]
             self._process = subprocess.Popen(
-                [python.absolute(), "-m", "weft.bench.systems.vllm_child", str(end.fileno())],
+                ["env", *variables, *command],
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 text=True,
                 pass_fds=[end.fileno()],
                 start_new_session=True,  # its processes are a group of their own, which close() ends
-                env={**setup.environment(python), **(environment or {})},
                 cwd=tempfile.gettempdir(),
             )
         self._answers: IO[str] = os.fdopen(answers)
@@ -176,13 +172,13 @@ class VllmEngine:
         self.close()
 
 
-__all__ = ["PYTHON", "SETUPS", "Setup", "VllmEngine", "VllmWork", "compare", "summary"]
+@dataclass(frozen=True)
+class EngineAnswer:
+    """What an engine made of prompts: seconds to the first token of all, seconds from there on, and the tokens."""
 
-SETUPS = (
-    Setup("vllm_1", ranks=1, threads=2),
-    Setup("vllm_2", ranks=2),
-    Setup("vllm_2_plugin", ranks=2, plugin=True),
-)
+    first_seconds: float
+    rest_seconds: float
+    tokens: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -209,7 +205,7 @@ class VllmWork:
 
 
 def compare(
-    model: Path, work: VllmWork, *, setups: Sequence[Setup] = SETUPS, python: Path = PYTHON, rounds: int = 7
+    model: Path, work: VllmWork, *, setups: Sequence[EngineSetup] = SETUPS, python: Path = PYTHON, rounds: int = 7
 ) -> dict[str, Any]:
     """Rows for each engine and the ratios between them: {"rows": [...], "summary": {...}}.
 
@@ -220,14 +216,16 @@ def compare(
         for engine in engines:
             engine.wait_until_ready()
         answers = {engine.setup.name: _turn(engine, work)[1] for engine in engines}  # also warms up
-        meter, shuffle, taken = NoiseMeter(), random.Random(0).sample, list[Round]()
-        while sum(r.foreign <= FOREIGN_LIMIT for r in taken) < rounds and len(taken) < 2 * rounds:
+        meter, shuffle = NoiseMeter(), random.Random(0).sample
+
+        def take() -> Round:
             before, seconds = meter.sample(), dict[str, float]()
             for engine in shuffle(engines, len(engines)):
                 seconds |= _turn(engine, work)[0]
-            taken.append(Round(seconds, foreign_cores(before, meter.sample())))
-    kept, disturbed = select_rounds(taken, wanted=rounds)
-    return _report(setups, work, kept, disturbed, answers)
+            return Round(seconds, foreign_cores(before, meter.sample()))
+
+        kept, disturbed = take_rounds(take, rounds=rounds, max_retries=rounds)
+    return _report(setups, work, Measurement(Case("vllm", {}), tuple(kept), disturbed), answers)
 
 
 def _turn(engine: VllmEngine, work: VllmWork) -> tuple[dict[str, float], list[list[int]]]:
@@ -240,17 +238,16 @@ def _turn(engine: VllmEngine, work: VllmWork) -> tuple[dict[str, float], list[li
 
 
 def _report(
-    setups: Sequence[Setup], work: VllmWork, rounds: Sequence[Round], disturbed: int, answers: Mapping[str, Any]
+    setups: Sequence[EngineSetup], work: VllmWork, measured: Measurement, answers: Mapping[str, Any]
 ) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for setup in setups:
         row: dict[str, Any] = {"engine": setup.name, "ranks": setup.ranks, "plugin": setup.plugin}
         for phase, tokens in (("prefill", work.prefill_tokens), ("decode", work.decode_tokens)):
-            seconds = [r.seconds[f"{setup.name} {phase}"] for r in rounds]
-            row[f"{phase}_tokens_per_s"] = tokens / statistics.median(seconds)
-            row[f"{phase}_spread"] = relative_spread(seconds)
+            row[f"{phase}_tokens_per_s"] = tokens / measured.median(f"{setup.name} {phase}")
+            row[f"{phase}_spread"] = measured.spread(f"{setup.name} {phase}")
         row["tokens_equal"] = answers[setup.name] == answers[setups[0].name]
-        rows.append({**row, "rounds": len(rounds), "disturbed": disturbed})
+        rows.append({**row, "rounds": len(measured.rounds), "disturbed": measured.disturbed})
     return {"rows": rows, "summary": summary(rows)}
 
 

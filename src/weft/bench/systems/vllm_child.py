@@ -1,4 +1,6 @@
-"""One vLLM engine as a process of its own, in the environment that has vLLM: `end_to_end_vllm` starts it and asks.
+"""One vLLM engine as a process of its own, in the environment that has vLLM; `VllmEngine` starts it and asks.
+
+It needs nothing of weft, so that the engine is as its own users have it.
 
 It reads lines of JSON from standard input and answers each with one line on the descriptor that it is given; its
 standard output is vLLM's log.
@@ -25,8 +27,8 @@ def main() -> None:
         print(json.dumps({"ready": True}), file=replies)
         numbers = count()
         for line in sys.stdin:
-            asked = json.loads(line)
-            print(json.dumps(_generate(engine, asked["prompts"], asked["new_tokens"], numbers)), file=replies)
+            request = json.loads(line)
+            print(json.dumps(_generate(engine, request["prompts"], request["new_tokens"], numbers)), file=replies)
 
 
 def _load(wanted: dict[str, Any]) -> Any:

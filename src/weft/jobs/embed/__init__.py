@@ -1,11 +1,10 @@
 """`weft embed`: texts in, embeddings out.
 
-recipe     what a model's folder says of how a text becomes a vector
-pooling    one vector of many, and the layers behind it
-encoder    tokenizer, packed model and recipe together
-readers    texts from files and pipes            writers   rows to files, with a journal
-identity   what makes a model or an input this one and no other
-job        all of it, in order, stoppable
+job      all of it in order: read, tokenize, embed, write; it can be stopped and goes on
+readers  texts from files and pipes
+recipe   what a model's folder says of how a text becomes a vector
+encoder  tokenizer, packed model, pooling and the layers behind it
+writers  rows to files, with a journal
 """
 
 from weft.jobs.embed.encoder import Encoder

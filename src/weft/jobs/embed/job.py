@@ -1,6 +1,6 @@
-"""What tells one model from another, and one input from another: their content, not their names.
+"""The job of `weft embed`: read, tokenize, fill batches by tokens, embed, write, and remember how far it came.
 
-The job of `weft embed`: read, tokenize, fill batches by tokens, embed, write, and remember how far it came.
+An input is known by its content: a hash of the records that are done tells whether the same job goes on.
 """
 
 from __future__ import annotations
@@ -18,68 +18,13 @@ from typing import IO, Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from weft.jobs.embed.readers import FORMATS, Bad, Record, TextRecord, format_of, read
-from weft.jobs.embed.recipe import Recipe
+from weft.jobs.embed.readers import FORMATS, BadRecord, Record, TextRecord, format_of, read
 from weft.jobs.embed.writers import EmbeddingWriter, Journal, check_output
-
-_WEIGHTS = (".safetensors", ".bin")
-_CONFIGS = (".json", ".txt", ".model", ".jinja")  # vocabularies and merges are among them
-_CHUNK = 1 << 20
-
-
-def folder_identity(recipe: Recipe) -> dict[str, str]:
-    """Hashes of the files that a model is loaded from. Weights are read in full, about a second for each GB."""
-    files = [path for folder in recipe.folders for path in sorted(folder.iterdir()) if path.is_file()]
-    return {
-        "weights": _hash(path for path in files if path.suffix in _WEIGHTS),
-        "config": _hash(path for path in files if path.suffix in _CONFIGS),
-    }
-
-
-def _hash(files: Iterable[Path]) -> str:
-    whole = hashlib.sha256()
-    for path in files:
-        content = hashlib.sha256()
-        with open(path, "rb", buffering=0) as file:
-            while data := file.read(_CHUNK):
-                content.update(data)
-        whole.update(f"{path.name}\0{content.hexdigest()}\0".encode())
-    return whole.hexdigest()
-
-
-def record_identity(record: Record) -> bytes:
-    """A hash of a record's text. Bad records are alike: none of them gives a row."""
-    return hashlib.sha256(record.text.encode()).digest() if isinstance(record, TextRecord) else b"bad"
-
-
-class InputIdentity:
-    """A hash of the records so far."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-
-    def add(self, record: bytes) -> None:
-        """The next one, as `record_identity` has it."""
-        self._hash.update(record)
-
-    def __str__(self) -> str:
-        return self._hash.hexdigest()
-
 
 TOKEN_BUDGET = 4096  # of a batch: enough rows for the matmuls, few enough for the caches
 _TOKENIZED_AT_ONCE = 256  # texts, or fewer that are long
 _CHARACTERS_AT_ONCE = 1 << 20
 _BAD_AT_ONCE = 256  # bad records that a batch may hold
-
-
-class Embeds(Protocol):
-    """What makes embeddings; `Encoder` does."""
-
-    width: int
-
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def embed(self, ids: Sequence[Sequence[int]]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -118,6 +63,16 @@ class EmbedOptions:
             raise ValueError(f"got {self.out} as input and as output; write to another file")
 
 
+class TextEncoder(Protocol):
+    """What makes embeddings; `Encoder` does."""
+
+    width: int
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def embed(self, ids: Sequence[Sequence[int]]) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far a job is. `share` of the input is done, None where that is unknown."""
@@ -129,49 +84,14 @@ class Progress:
     share: float | None
 
 
-@dataclass(frozen=True)
-class _Tokenized:
-    """A text by its ids; the text itself may be long, and is not held."""
-
-    identity: bytes
-    ids: list[int]
-    bytes_read: int
-
-
-@dataclass
-class _Batch:
-    """Texts that are embedded at once, and the bad records among them."""
-
-    texts: list[_Tokenized] = field(default_factory=list)
-    bad: list[Bad] = field(default_factory=list)
-    tokens: int = 0
-    identity: str = ""  # of the input up to the end of this batch
-
-    @property
-    def records(self) -> int:
-        return len(self.texts) + len(self.bad)
-
-    def takes(self, item: _Tokenized | Bad, budget: int) -> bool:
-        if isinstance(item, Bad):
-            return len(self.bad) < _BAD_AT_ONCE
-        return not self.texts or self.tokens + max(len(item.ids), 1) <= budget
-
-    def add(self, item: _Tokenized | Bad) -> None:
-        if isinstance(item, Bad):
-            self.bad.append(item)
-        else:
-            self.texts.append(item)
-            self.tokens += max(len(item.ids), 1)  # texts without tokens are not free either
-
-
 def run(
     options: EmbedOptions,
-    encoder: Embeds,
+    encoder: TextEncoder,
     *,
     report: Callable[[Progress], None] = lambda progress: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
-    """Embeds everything; goes on where an earlier run of the same job was stopped."""
+    """TextEncoder everything; goes on where an earlier run of the same job was stopped."""
     options.check()
     with _opened(options.source) as stream:
         size = options.source.stat().st_size if options.source is not None and options.format != "parquet" else 0
@@ -192,13 +112,6 @@ def run(
                 report(progress)
             writer.finish()
             return progress
-
-
-def _embedded(encoder: Embeds, batch: _Batch) -> np.ndarray[Any, Any]:
-    if not batch.texts:  # nothing but bad records
-        return np.zeros((0, encoder.width), np.float32)
-    rows: np.ndarray[Any, Any] = encoder.embed([text.ids for text in batch.texts]).numpy()
-    return rows
 
 
 @contextmanager
@@ -232,14 +145,14 @@ def _skip_done(records: Iterator[Record], journal: Journal) -> InputIdentity:
     return identity
 
 
-def _tokenized(records: Iterable[Record], encoder: Embeds, skip_bad: bool) -> Iterator[_Tokenized | Bad]:
+def _tokenized(records: Iterable[Record], encoder: TextEncoder, skip_bad: bool) -> Iterator[_TokenizedText | BadRecord]:
     """The records in order, texts tokenized a few hundred at a time."""
     for group in _groups(records):
         texts = [record for record in group if isinstance(record, TextRecord)]
         ids = iter(encoder.tokenize([record.text for record in texts]) if texts else [])
         for record in group:
             if isinstance(record, TextRecord):
-                yield _Tokenized(record_identity(record), next(ids), record.bytes_read)
+                yield _TokenizedText(record_identity(record), next(ids), record.bytes_read)
             elif skip_bad:
                 yield record
             else:
@@ -263,7 +176,7 @@ def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield group
 
 
-def _batches(items: Iterable[_Tokenized | Bad], budget: int, identity: InputIdentity) -> Iterator[_Batch]:
+def _batches(items: Iterable[_TokenizedText | BadRecord], budget: int, identity: InputIdentity) -> Iterator[_Batch]:
     """Batches of about `budget` tokens, in the order of the input: packing needs no sorting."""
     batch = _Batch()
     for item in items:
@@ -272,7 +185,68 @@ def _batches(items: Iterable[_Tokenized | Bad], budget: int, identity: InputIden
             yield batch
             batch = _Batch()
         batch.add(item)
-        identity.add(record_identity(item) if isinstance(item, Bad) else item.identity)
+        identity.add(record_identity(item) if isinstance(item, BadRecord) else item.identity)
     if batch.records:
         batch.identity = str(identity)
         yield batch
+
+
+def _embedded(encoder: TextEncoder, batch: _Batch) -> np.ndarray[Any, Any]:
+    if not batch.texts:  # nothing but bad records
+        return np.zeros((0, encoder.width), np.float32)
+    rows: np.ndarray[Any, Any] = encoder.embed([text.ids for text in batch.texts]).numpy()
+    return rows
+
+
+@dataclass
+class _Batch:
+    """Texts that are embedded at once, and the bad records among them."""
+
+    texts: list[_TokenizedText] = field(default_factory=list)
+    bad: list[BadRecord] = field(default_factory=list)
+    tokens: int = 0
+    identity: str = ""  # of the input up to the end of this batch
+
+    @property
+    def records(self) -> int:
+        return len(self.texts) + len(self.bad)
+
+    def takes(self, item: _TokenizedText | BadRecord, budget: int) -> bool:
+        if isinstance(item, BadRecord):
+            return len(self.bad) < _BAD_AT_ONCE
+        return not self.texts or self.tokens + max(len(item.ids), 1) <= budget
+
+    def add(self, item: _TokenizedText | BadRecord) -> None:
+        if isinstance(item, BadRecord):
+            self.bad.append(item)
+        else:
+            self.texts.append(item)
+            self.tokens += max(len(item.ids), 1)  # texts without tokens are not free either
+
+
+@dataclass(frozen=True)
+class _TokenizedText:
+    """A text by its ids; the text itself may be long, and is not held."""
+
+    identity: bytes
+    ids: list[int]
+    bytes_read: int
+
+
+class InputIdentity:
+    """A hash of the records so far."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, record: bytes) -> None:
+        """The next one, as `record_identity` has it."""
+        self._hash.update(record)
+
+    def __str__(self) -> str:
+        return self._hash.hexdigest()
+
+
+def record_identity(record: Record) -> bytes:
+    """A hash of a record's text. BadRecord records are alike: none of them gives a row."""
+    return hashlib.sha256(record.text.encode()).digest() if isinstance(record, TextRecord) else b"bad"

@@ -1,7 +1,7 @@
 """Texts from files and pipes, one at a time, so that a file may be larger than memory.
 
-A reader yields a `Text` for each record, and a `Bad` for each that cannot be read, with the number of its line (or of
-its row, in Parquet), from 1 on. What follows a bad record is read as usual.
+A reader yields a `TextRecord` for each text, and a `BadRecord` for each record that cannot be read, with the number of
+its line (or of its row, in Parquet), from 1 on. What follows a bad record is read as usual.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class TextRecord:
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadRecord:
     """A record that cannot be read, and why."""
 
     line: int
     reason: str
 
 
-Record = TextRecord | Bad
+Record = TextRecord | BadRecord
 FORMATS = ("txt", "jsonl", "csv", "parquet")
 
 
@@ -53,7 +53,7 @@ def read(stream: IO[bytes], *, kind: str, column: str, max_line_bytes: int = MAX
 
     >>> import io
     >>> list(read(io.BytesIO(b'{"text": "a"}\\n{"id": 1}'), kind="jsonl", column="text"))
-    [TextRecord(line=1, text='a', bytes_read=14), Bad(line=2, reason="no key 'text'; there are 'id'")]
+    [TextRecord(line=1, text='a', bytes_read=14), BadRecord(line=2, reason="no key 'text'; there are 'id'")]
     """
     if kind == "parquet":
         return _parquet(stream, column)
@@ -90,19 +90,19 @@ def _lines(stream: IO[bytes], limit: int) -> Iterator[_Line]:
         yield _Line(number, None, read_so_far, quotes)
 
 
-def _decode(line: _Line) -> str | Bad:
+def _decode(line: _Line) -> str | BadRecord:
     if line.data is None:
-        return Bad(line.number, "the line is too long")
+        return BadRecord(line.number, "the line is too long")
     try:
         return line.data.decode("utf-8-sig" if line.number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        return Bad(line.number, f"no UTF-8: byte {error.start + 1} of the line is 0x{line.data[error.start]:02x}")
+        return BadRecord(line.number, f"no UTF-8: byte {error.start + 1} of the line is 0x{line.data[error.start]:02x}")
 
 
 def _txt(lines: Iterable[_Line]) -> Iterator[Record]:
     for line in lines:
         text = _decode(line)
-        if isinstance(text, Bad):
+        if isinstance(text, BadRecord):
             yield text
         else:
             yield TextRecord(line.number, text.removesuffix("\n").removesuffix("\r"), line.bytes_read)
@@ -111,7 +111,7 @@ def _txt(lines: Iterable[_Line]) -> Iterator[Record]:
 def _jsonl(lines: Iterable[_Line], column: str) -> Iterator[Record]:
     for line in lines:
         text = _decode(line)
-        if isinstance(text, Bad):
+        if isinstance(text, BadRecord):
             yield text
         elif text.strip():  # a blank line is no record
             yield _json_record(line, text.rstrip("\r\n"), column)
@@ -121,21 +121,23 @@ def _json_record(line: _Line, text: str, column: str) -> Record:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Bad(line.number, f"no JSON: {error}")
+        return BadRecord(line.number, f"no JSON: {error}")
     if isinstance(value, dict):
         if column not in value:
-            return Bad(line.number, f"no key {column!r}; there are {', '.join(map(repr, list(value)[:8])) or 'none'}")
+            return BadRecord(
+                line.number, f"no key {column!r}; there are {', '.join(map(repr, list(value)[:8])) or 'none'}"
+            )
         value = value[column]
     return _text(line.number, value, line.bytes_read)
 
 
 def _text(number: int, value: Any, bytes_read: int) -> Record:
     if not isinstance(value, str):
-        return Bad(number, f"the text is {type(value).__name__}, not a string")
+        return BadRecord(number, f"the text is {type(value).__name__}, not a string")
     try:
         value.encode()
     except UnicodeEncodeError:
-        return Bad(number, "the text holds half of a surrogate pair")
+        return BadRecord(number, "the text holds half of a surrogate pair")
     return TextRecord(number, value, bytes_read)
 
 
@@ -150,7 +152,7 @@ def _csv(lines: Iterable[_Line], column: str, limit: int) -> Iterator[Record]:
             raise ValueError(
                 f"a quote is opened on line {source.first} of the input and not closed within {limit} bytes"
             )
-        bad = source.bad or (Bad(source.first, f"no CSV: {failure}{source.extent}") if failure else None)
+        bad = source.bad or (BadRecord(source.first, f"no CSV: {failure}{source.extent}") if failure else None)
         if header is None and bad is not None:
             raise ValueError(f"the header of the input cannot be read: {bad.reason}")
         if bad is not None:
@@ -184,7 +186,7 @@ def _check_column(column: str, names: list[str]) -> None:
 
 def _csv_record(row: list[str], header: list[str], column: str, source: _CsvLines) -> Record:
     if len(row) != len(header):
-        return Bad(source.first, f"{len(row)} fields, expected {len(header)} as in the header{source.extent}")
+        return BadRecord(source.first, f"{len(row)} fields, expected {len(header)} as in the header{source.extent}")
     return _text(source.first, row[header.index(column)], source.bytes_read)
 
 
@@ -204,7 +206,7 @@ class _CsvLines:
     def begin(self) -> None:
         """The next line begins a record."""
         self.first = 0  # the line on which the record began; 0 before its first line
-        self.bad: Bad | None = None
+        self.bad: BadRecord | None = None
 
     @property
     def extent(self) -> str:
@@ -221,7 +223,7 @@ class _CsvLines:
         text = _decode(line)
         if isinstance(text, str):
             return text
-        self.bad = self.bad or Bad(self.first, text.reason)
+        self.bad = self.bad or BadRecord(self.first, text.reason)
         return '"' * (line.quotes % 2) + "\n" if line.data is None else line.data.decode(errors="replace")
 
 
@@ -259,4 +261,4 @@ def _parquet_value(number: int, value: Any) -> Record:
     try:
         return _text(number, value.as_py(), 0)
     except UnicodeDecodeError:
-        return Bad(number, "no UTF-8")
+        return BadRecord(number, "no UTF-8")

@@ -1,12 +1,14 @@
 """What a folder says of how its model makes one vector of a text.
 
-The folder is what sentence-transformers or transformers saved. It is read strictly: what sentence-transformers would
-heed and this does not know is refused by name, so that an embedding is theirs or there is none.
+The folder is what sentence-transformers or transformers saved. It is read strictly: what sentence-transformers
+would follow and this does not know is refused by name, so that an embedding is the same as theirs or an error.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +30,9 @@ _TRANSFORMER_CONFIGS = tuple(
 )
 _TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
 _SENTENCE = "sentence_embedding"
+_WEIGHTS = (".safetensors", ".bin")
+_CONFIGS = (".json", ".txt", ".model", ".jinja")  # vocabularies and merges are among them
+_CHUNK = 1 << 20
 # What may stand in the arguments of a loader without changing the result.
 _HARMLESS = {"attn_implementation", "trust_remote_code", "torch_dtype", "dtype"}
 
@@ -118,6 +123,25 @@ class Recipe:
             named = ", ".join(map(repr, self.prompts)) or "none"
             raise ValueError(f"got the name of a prompt {name!r}, expected one of the model's: {named}")
         return self.prompts[name]
+
+    def identity(self) -> dict[str, str]:
+        """Hashes of the files that the model is loaded from. Weights are read in full, about a second for each GB."""
+        files = [path for folder in self.folders for path in sorted(folder.iterdir()) if path.is_file()]
+        return {
+            "weights": _hash(path for path in files if path.suffix in _WEIGHTS),
+            "config": _hash(path for path in files if path.suffix in _CONFIGS),
+        }
+
+
+def _hash(files: Iterable[Path]) -> str:
+    whole = hashlib.sha256()
+    for path in files:
+        content = hashlib.sha256()
+        with open(path, "rb", buffering=0) as file:
+            while data := file.read(_CHUNK):
+                content.update(data)
+        whole.update(f"{path.name}\0{content.hexdigest()}\0".encode())
+    return whole.hexdigest()
 
 
 # ---- modules.json ----------------------------------------------------------------------------------------------------

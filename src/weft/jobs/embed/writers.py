@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from weft.jobs.embed.readers import Bad
+from weft.jobs.embed.readers import BadRecord
 
 _HEADER_BYTES = 256  # room for the header, which is known only at the end
 _COPY_ROWS = 4096  # rows of a Parquet row group
@@ -93,7 +93,7 @@ class EmbeddingWriter:
             raise
 
     def _earlier(self, job: dict[str, Any]) -> Journal | None:
-        """The journal of this very job, or None where nothing was done yet."""
+        """The journal of this job, or None where nothing was done yet."""
         journal = Journal.load(self._journal)
         if journal.records == 0:
             return None
@@ -135,7 +135,7 @@ class EmbeddingWriter:
         return self._header_bytes + row * self.width * 4
 
     def append(
-        self, rows: np.ndarray[Any, Any], *, records: int, tokens: int, skipped: Iterable[Bad], identity: str
+        self, rows: np.ndarray[Any, Any], *, records: int, tokens: int, skipped: Iterable[BadRecord], identity: str
     ) -> None:
         """Adds the rows of the next `records` records, after which the input is `identity`; then they are safe."""
         assert rows.dtype == np.float32

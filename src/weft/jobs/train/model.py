@@ -1,6 +1,6 @@
-"""Copies of the model over the data-parallel axis: torch's FSDP2, whose messages show in a trace.
+"""The model of a run on its ranks: one `weft.parallelize`, or a stage of a `weft.Pipeline`, and copies around both.
 
-The model of a run on its ranks: one weft.parallelize, or stages in a weft.Pipeline; copies by FSDP2 around both.
+Copies share parameters and moments over the data-parallel axis by torch's FSDP2, whose messages show in a trace.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,140 @@ from weft.parallel.stages import model_stage, stage_layouts
 from weft.pipeline import Pipeline
 from weft.pipeline.schedules.generators import schedule
 from weft.timeline import record
+
+AXES = ("pp", "dp", "tp")
+
+
+class TrainModel(Protocol):
+    """This rank's part of the model, as a context: leaving it ends threads and connections, on all ranks."""
+
+    module: nn.Module
+
+    def step(self, micros: Sequence[MicroBatch], total: int) -> float:
+        """Gradients of the mean loss over the `total` targets of all copies; this copy's part of that mean.
+
+        0 on ranks without the last stage.
+        """
+
+    def __enter__(self) -> TrainModel: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+def build(job: TrainJob, mesh: DeviceMesh) -> TrainModel:
+    """The model of a run; `mesh` has the axes pp, dp and tp. Collective."""
+    return StageModel(job, mesh) if job.pp > 1 else WholeModel(job, mesh)
+
+
+def make_mesh(shape: tuple[int, int, int], *, timeout: float) -> DeviceMesh:
+    """All ranks as stages x copies x ranks of a layer; neighbours share a layer, as they talk the most. Collective.
+
+    `init_device_mesh` would give the groups of its axes the default group's timeout, half an hour unless told.
+    """
+    ranks = torch.arange(dist.get_world_size()).reshape(shape)
+    own: list[Any] = []
+    for axis, size in enumerate(shape):
+        for row in ranks.movedim(axis, -1).reshape(-1, size).tolist():
+            group = dist.new_group(row, timeout=timedelta(seconds=timeout))
+            if dist.get_rank() in row:
+                own.append(group)
+    return DeviceMesh.from_group(own, "cpu", mesh=ranks, mesh_dim_names=AXES)
+
+
+class WholeModel:
+    """A model that is not cut into stages."""
+
+    def __init__(self, job: TrainJob, mesh: DeviceMesh) -> None:
+        self.module: nn.Module = parallelize(_llama(job), mesh["tp"], overlap=job.overlap)
+        self._copies = job.dp
+        _start(self.module, job, mesh)
+
+    def step(self, micros: Sequence[MicroBatch], total: int) -> float:
+        found = 0.0
+        for i, micro in enumerate(micros):
+            sync_gradients(self.module, i == len(micros) - 1)
+            # FSDP divides by the number of copies.
+            items = torch.tensor(total / self._copies)
+            loss: Tensor = self.module(micro.batch, labels=micro.labels, num_items_in_batch=items).loss
+            loss.backward()  # type: ignore[no-untyped-call]
+            found += loss.item()
+        return found / self._copies
+
+    def __enter__(self) -> WholeModel:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Nothing to end."""
+
+
+class StageModel:
+    """A stage of a model, and the pipeline of its copy."""
+
+    def __init__(self, job: TrainJob, mesh: DeviceMesh) -> None:
+        index, copy, _ = mesh.get_coordinate() or (0, 0, 0)
+        count = job.microbatches // job.dp
+        self.module: nn.Module = model_stage(_llama(job), index, job.pp, mesh["tp"])
+        self._copies = job.dp
+        _start(self.module, job, mesh)
+        if job.dp > 1:
+            sync_in_last(self.module, count)
+        self._pipe = Pipeline(
+            {index: self.module},
+            mesh.mesh[:, copy].tolist(),
+            schedule(job.schedule, stages=job.pp, microbatches=count),
+            loss_fn=lambda summed, items: summed / items,
+            group=_group_of_copy(mesh, copy, job.timeout),
+            timeout=job.timeout,
+            **stage_layouts(job.pp),
+        )
+
+    def step(self, micros: Sequence[MicroBatch], total: int) -> float:
+        items = total / self._copies / len(micros)  # the pipeline takes the mean over micro-batches
+        losses = self._pipe.step(
+            [micro.batch.values for micro in micros],
+            [items] * len(micros),
+            cu_seqlens=[micro.batch.cu_seqlens for micro in micros],
+            next_ids=[micro.targets for micro in micros],
+        )
+        return losses.mean().item() / self._copies if losses.numel() else 0.0
+
+    def __enter__(self) -> StageModel:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends the pipeline's threads and connections: when all ranks are here, or on all where one failed."""
+        self._pipe.__exit__(*error)
+
+
+def _llama(job: TrainJob) -> Any:
+    import transformers
+
+    kind: Any = transformers.LlamaForCausalLM
+    if job.init:
+        with torch.device("meta"):
+            return kind(job.config())
+    torch.manual_seed(job.seed)  # the same weights on all ranks, however the model is cut
+    return kind(job.config())
+
+
+def _start(module: nn.Module, job: TrainJob, mesh: DeviceMesh) -> None:
+    """Weights from files where the job says so, then the copies."""
+    module.train()
+    if job.init:
+        load_sharded(module, job.init, timeout=job.timeout)
+    if job.dp > 1:
+        copy_over(module, mesh["dp"])
+
+
+def _group_of_copy(mesh: DeviceMesh, copy: int, timeout: float) -> dist.ProcessGroup | None:
+    """The ranks of all stages of one copy."""
+    if mesh.shape[1] == 1:
+        return None
+    ranks = sorted(mesh.mesh[:, copy].reshape(-1).tolist())
+    group: dist.ProcessGroup | None = dist.new_group(
+        ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True
+    )
+    return group
 
 
 def copy_over(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -99,106 +233,3 @@ class _Scatter(_Comm):
     ) -> Any:
         with _named("gradients", group, input_tensor.nbytes):
             return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-class Whole:
-    """A model that is not cut into stages."""
-
-    def __init__(self, job: TrainJob, mesh: DeviceMesh) -> None:
-        self.module: nn.Module = parallelize(_llama(job), mesh["tp"], overlap=job.overlap)
-        self._copies = job.dp
-        _start(self.module, job, mesh)
-
-    def step(self, micros: Sequence[MicroBatch], total: int) -> float:
-        """Gradients of the mean loss over the `total` targets of all copies; this copy's part of that mean."""
-        found = 0.0
-        for i, micro in enumerate(micros):
-            sync_gradients(self.module, i == len(micros) - 1)
-            # FSDP divides by the number of copies.
-            items = torch.tensor(total / self._copies)
-            loss: Tensor = self.module(micro.batch, labels=micro.labels, num_items_in_batch=items).loss
-            loss.backward()  # type: ignore[no-untyped-call]
-            found += loss.item()
-        return found / self._copies
-
-    def __enter__(self) -> Whole:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to end."""
-
-
-class Staged:
-    """A stage of a model, and the pipeline of its copy."""
-
-    def __init__(self, job: TrainJob, mesh: DeviceMesh) -> None:
-        index, copy, _ = mesh.get_coordinate() or (0, 0, 0)
-        count = job.microbatches // job.dp
-        self.module: nn.Module = model_stage(_llama(job), index, job.pp, mesh["tp"])
-        self._copies = job.dp
-        _start(self.module, job, mesh)
-        if job.dp > 1:
-            sync_in_last(self.module, count)
-        self._pipe = Pipeline(
-            {index: self.module},
-            mesh.mesh[:, copy].tolist(),
-            schedule(job.schedule, stages=job.pp, microbatches=count),
-            loss_fn=lambda summed, items: summed / items,
-            group=_group_of_copy(mesh, copy, job.timeout),
-            timeout=job.timeout,
-            **stage_layouts(job.pp),
-        )
-
-    def step(self, micros: Sequence[MicroBatch], total: int) -> float:
-        """As `Whole.step`; 0 on ranks without the last stage."""
-        items = total / self._copies / len(micros)  # the pipeline takes the mean over micro-batches
-        losses = self._pipe.step(
-            [micro.batch.values for micro in micros],
-            [items] * len(micros),
-            cu_seqlens=[micro.batch.cu_seqlens for micro in micros],
-            next_ids=[micro.targets for micro in micros],
-        )
-        return losses.mean().item() / self._copies if losses.numel() else 0.0
-
-    def __enter__(self) -> Staged:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Ends the pipeline's threads and connections: when all ranks are here, or on all where one failed."""
-        self._pipe.__exit__(*error)
-
-
-def build(job: TrainJob, mesh: DeviceMesh) -> Whole | Staged:
-    """The model of a run; `mesh` has the axes pp, dp and tp. Collective."""
-    return Staged(job, mesh) if job.pp > 1 else Whole(job, mesh)
-
-
-def _llama(job: TrainJob) -> Any:
-    import transformers
-
-    kind: Any = transformers.LlamaForCausalLM
-    if job.init:
-        with torch.device("meta"):
-            return kind(job.config())
-    torch.manual_seed(job.seed)  # the same weights on all ranks, however the model is cut
-    return kind(job.config())
-
-
-def _start(module: nn.Module, job: TrainJob, mesh: DeviceMesh) -> None:
-    """Weights from files where the job says so, then the copies."""
-    module.train()
-    if job.init:
-        load_sharded(module, job.init, timeout=job.timeout)
-    if job.dp > 1:
-        copy_over(module, mesh["dp"])
-
-
-def _group_of_copy(mesh: DeviceMesh, copy: int, timeout: float) -> dist.ProcessGroup | None:
-    """The ranks of all stages of one copy."""
-    if mesh.shape[1] == 1:
-        return None
-    ranks = sorted(mesh.mesh[:, copy].reshape(-1).tolist())
-    group: dist.ProcessGroup | None = dist.new_group(
-        ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True
-    )
-    return group

@@ -1,14 +1,14 @@
-"""The training loop: data, a step, the optimiser, a checkpoint now and then, and figures of every step.
+"""The training loop: data, a step, the optimiser, a checkpoint now and then, and the figures of every step.
 
-What each rank of a lab runs. The lab imports this module once and forks its ranks from there, so all that a run
-needs is imported here.
+A lab imports this module once and forks its ranks from there, so all that a run needs is imported here.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,34 +22,20 @@ from transformers.models.llama import modeling_llama  # noqa: F401
 
 from weft.comm.tell import tell_all
 from weft.errors import WeftError
-from weft.jobs.train.figures import StepFigures, exposed_seconds
-from weft.jobs.train.job import Corpus, TrainJob, documents_of, make_mesh
-from weft.jobs.train.model import Staged, Whole, build
+from weft.jobs.train.job import Corpus, TrainJob, documents_of
+from weft.jobs.train.model import TrainModel, build, make_mesh
 from weft.lab import Rank
 from weft.parallel.files.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-from weft.parallel.files.checkpoint_folder import Folder
+from weft.parallel.files.checkpoint_folder import CheckpointFolder
 from weft.parallel.files.shards import together
-from weft.timeline import Timeline, record
-
-Report = Callable[[StepFigures], None]
+from weft.timeline import Event, Timeline, record
+from weft.timeline.events import difference, length, union
 
 # What a model can be loaded without and computes something else with.
 _UNSEEN_IN_SHAPES = ("hidden_act", "rms_norm_eps", "rope_parameters", "num_attention_heads", "num_key_value_heads")
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The figures of the steps that this call made, and the timeline of all ranks in the last of them."""
-
-    steps: tuple[StepFigures, ...]
-    timeline: Timeline
-
-    @property
-    def losses(self) -> list[float]:
-        return [figures.loss for figures in self.steps]
-
-
-def train(job: TrainJob, *, report: Report | None = None) -> Trained:
+def train(job: TrainJob, *, report: Callable[[StepFigures], None] | None = None) -> TrainResult:
     """Runs a job on all ranks of the default process group; every rank gets the same figures. Collective.
 
     `report` is called on each rank after each step. Whatever ends one rank ends all, within the timeout; the last
@@ -64,7 +50,9 @@ def train(job: TrainJob, *, report: Report | None = None) -> Trained:
         return _train(job, mesh, text, model, report)
 
 
-def _train(job: TrainJob, mesh: DeviceMesh, text: Corpus, model: Whole | Staged, report: Report | None) -> Trained:
+def _train(
+    job: TrainJob, mesh: DeviceMesh, text: Corpus, model: TrainModel, report: Callable[[StepFigures], None] | None
+) -> TrainResult:
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=job.lr)
     first = _resume(job, text, model, optimizer)
     found: list[StepFigures] = []
@@ -80,7 +68,7 @@ def _train(job: TrainJob, mesh: DeviceMesh, text: Corpus, model: Whole | Staged,
         if report is not None:
             report(found[-1])
     world: Any = dist.group.WORLD
-    return Trained(tuple(found), last.gather(group=world))
+    return TrainResult(tuple(found), last.gather(group=world))
 
 
 def _agree(job: TrainJob, text: Corpus) -> None:
@@ -97,7 +85,7 @@ def _agree(job: TrainJob, text: Corpus) -> None:
 @contextmanager
 def _folder_of(job: TrainJob) -> Iterator[None]:
     """The checkpoint directory for this run alone; refused on all ranks if another one has it, or had it."""
-    folder = Folder(Path(job.checkpoint)) if job.checkpoint else None
+    folder = CheckpointFolder(Path(job.checkpoint)) if job.checkpoint else None
     with ExitStack() as stack:
         with together("claiming the checkpoint directory", group=None, timeout=job.timeout):
             if folder is not None and dist.get_rank() == 0:
@@ -110,11 +98,37 @@ def _folder_of(job: TrainJob) -> Iterator[None]:
         yield
 
 
+def _resume(job: TrainJob, text: Corpus, model: TrainModel, optimizer: torch.optim.Optimizer) -> int:
+    """Loads the newest checkpoint if the job says so; after how many steps to go on."""
+    if not job.resume or not has_checkpoint(job.checkpoint):
+        return 0
+    found = load_checkpoint(job.checkpoint, model.module, optimizer, timeout=job.timeout)
+    stored, mine = found.extra.get("data", {}), _data(job, text)
+    differing = {name: (stored[name], mine[name]) for name in mine.keys() & stored.keys() if stored[name] != mine[name]}
+    if differing or not stored:
+        texts = [f"{name} was {a!r} and is {b!r}" for name, (a, b) in sorted(differing.items())]
+        raise ValueError(
+            f"{found.path} is of another run: {'; '.join(texts) or 'it does not say which'}; expected the same, or the "
+            "run would see other data than it would have; use another checkpoint directory for another run"
+        )
+    for group in optimizer.param_groups:  # the checkpoint has that of the run which saved it
+        group["lr"] = job.lr
+    return found.step
+
+
+def _data(job: TrainJob, text: Corpus) -> dict[str, Any]:
+    """What the losses follow from, besides weights, the number of steps and the learning rate."""
+    config = job.config()
+    said = {name: getattr(job, name) for name in ("model", "seed", "tokens", "microbatches", "context")}
+    said |= {name: getattr(config, name, None) for name in _UNSEEN_IN_SHAPES}
+    return {**said, "text": text.digest}
+
+
 def _step(
     job: TrainJob,
     mesh: DeviceMesh,
     text: Corpus,
-    model: Whole | Staged,
+    model: TrainModel,
     optimizer: torch.optim.Optimizer,
     step: int,
     trace: record.Trace,
@@ -148,33 +162,7 @@ def _local(tensor: Any) -> torch.Tensor:
     return part
 
 
-def _resume(job: TrainJob, text: Corpus, model: Whole | Staged, optimizer: torch.optim.Optimizer) -> int:
-    """Loads the newest checkpoint if the job says so; after how many steps to go on."""
-    if not job.resume or not has_checkpoint(job.checkpoint):
-        return 0
-    found = load_checkpoint(job.checkpoint, model.module, optimizer, timeout=job.timeout)
-    stored, mine = found.extra.get("data", {}), _data(job, text)
-    differing = {name: (stored[name], mine[name]) for name in mine.keys() & stored.keys() if stored[name] != mine[name]}
-    if differing or not stored:
-        texts = [f"{name} was {a!r} and is {b!r}" for name, (a, b) in sorted(differing.items())]
-        raise ValueError(
-            f"{found.path} is of another run: {'; '.join(texts) or 'it does not say which'}; expected the same, or the "
-            "run would see other data than it would have; use another checkpoint directory for another run"
-        )
-    for group in optimizer.param_groups:  # the checkpoint has that of the run which saved it
-        group["lr"] = job.lr
-    return found.step
-
-
-def _data(job: TrainJob, text: Corpus) -> dict[str, Any]:
-    """What the losses follow from, besides weights, the number of steps and the learning rate."""
-    config = job.config()
-    said = {name: getattr(job, name) for name in ("model", "seed", "tokens", "microbatches", "context")}
-    said |= {name: getattr(config, name, None) for name in _UNSEEN_IN_SHAPES}
-    return {**said, "text": text.digest}
-
-
-def train_on(rank: Rank, job: TrainJob) -> Trained:
+def train_on(rank: Rank, job: TrainJob) -> TrainResult:
     """Runs a job on a rank; rank 0 prints the figures of each step."""
 
     def report(figures: StepFigures) -> None:
@@ -182,3 +170,97 @@ def train_on(rank: Rank, job: TrainJob) -> Trained:
             print(figures)
 
     return train(job, report=report)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The figures of the steps that this call made, and the timeline of all ranks in the last of them."""
+
+    steps: tuple[StepFigures, ...]
+    timeline: Timeline
+
+    @property
+    def losses(self) -> list[float]:
+        return [figures.loss for figures in self.steps]
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step of a run.
+
+    step:    counts from 1
+    loss:    the mean over all tokens that have something to predict
+    seconds: of the slowest rank, without checkpoints
+    exposed: seconds in which a rank communicated or waited and multiplied nothing; the mean over ranks
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+    exposed: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def exposed_fraction(self) -> float:
+        return self.exposed / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step:5d}  loss {self.loss:8.4f}  {self.tokens_per_second:10,.0f} tokens/s  "
+            f"exposed communication {1000 * self.exposed:8.1f} ms ({self.exposed_fraction:4.0%})"
+        )
+
+
+def exposed_seconds(events: Sequence[Event]) -> float:
+    """Seconds of one rank's step in which it communicated, or waited for it, while no matmul ran.
+
+    Transfers of a pipeline count only while a stage waits for them: they run beside whole passes. Passes themselves
+    (`2F0`) are no evidence of computing: overlapped matmuls wait inside of them.
+
+    >>> matmul = Event("compute", "compute", "all_gather_matmul: matmul", 1.0, 3.0)
+    >>> rows = Event("comm", "recv", "all_gather_matmul: rows", 0.0, 2.0)
+    >>> late = Event("compute", "wait", "0.x#0 0->1", 5.0, 5.5)
+    >>> exposed_seconds([matmul, rows, late, Event("in", "recv", "0.x#0 0->1", 4.0, 5.5)])
+    1.5
+    """
+    waits = [(e.start, e.end) for e in events if e.kind == "wait"]
+    wires = [(e.start, e.end) for e in events if e.kind in ("send", "recv") and e.lane not in ("in", "out")]
+    matmuls = union((e.start, e.end) for e in events if e.kind == "compute" and ": " in e.name)
+    return length(difference(union([*waits, *wires]), difference(matmuls, union(waits))))
+
+
+class LossLog:
+    """A run's figures as JSON lines; a run that is resumed goes on after the step that it resumed from."""
+
+    def __init__(self, file: str | Path, *, after: int) -> None:
+        self._file = Path(file)
+        kept = read_log(file, until=after) if self._file.exists() else []
+        new = self._file.with_name(f".{self._file.name}.part")
+        new.write_text("".join(_line(figures) for figures in kept), encoding="utf-8")
+        new.replace(self._file)  # at once: a kill leaves the old lines or these
+
+    def add(self, figures: StepFigures) -> None:
+        """Writes one step, at once."""
+        with self._file.open("a", encoding="utf-8") as out:
+            out.write(_line(figures))
+
+
+def read_log(file: str | Path, *, until: int | None = None) -> list[StepFigures]:
+    """What `LossLog` wrote, up to step `until`; a last line that a kill cut off is left out."""
+    found = []
+    for line in Path(file).read_text(encoding="utf-8").splitlines():
+        try:
+            figures = StepFigures(**json.loads(line))
+        except ValueError:
+            break
+        if until is None or figures.step <= until:
+            found.append(figures)
+    return found
+
+
+def _line(figures: StepFigures) -> str:
+    return json.dumps(asdict(figures)) + "\n"

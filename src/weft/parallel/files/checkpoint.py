@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from weft.comm.deadline import FILES
 from weft.comm.tell import tell_all
 from weft.errors import WeftError
-from weft.parallel.files.checkpoint_folder import ABOUT, Folder, Writing
+from weft.parallel.files.checkpoint_folder import ABOUT, CheckpointFolder, Draft
 from weft.parallel.files.shards import join_problems, materialise, rank_of, slots, together
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # moments by name, so that those of stages differ
@@ -76,9 +76,9 @@ def save_checkpoint(
     """
     if step < 0 or keep < 1:
         raise ValueError(f"step is {step} and keep {keep}, expected a step of at least 0 and to keep at least 1")
-    folder, first = Folder(Path(directory)), rank_of(group) == 0
+    folder, first = CheckpointFolder(Path(directory)), rank_of(group) == 0
     final: Path | None = None
-    begun: Writing | None = None
+    draft: Draft | None = None
     about = ""
     steps = {said for (said,) in tell_all("save_checkpoint", [step], group=group, timeout=timeout)}
     if len(steps) > 1:
@@ -86,8 +86,8 @@ def save_checkpoint(
     try:
         with together("save_checkpoint", group=group, timeout=timeout):
             about = _about(step, extra)  # raises before anything is written
-            begun = folder.begin(step) if first else None
-        name = tell_all("save_checkpoint", begun and begun.path.name, group=group, timeout=timeout)[0]
+            draft = folder.begin(step) if first else None
+        name = tell_all("save_checkpoint", draft and draft.path.name, group=group, timeout=timeout)[0]
         part = folder.part(name)
         with together("save_checkpoint", group=group, timeout=timeout):
             if not part.is_dir():
@@ -101,8 +101,8 @@ def save_checkpoint(
             if first:
                 final = folder.publish(part, step, about, keep=keep)
     finally:
-        if begun is not None:
-            begun.end(published=final is not None)
+        if draft is not None:
+            draft.end(published=final is not None)
     return folder.root / str(tell_all("save_checkpoint", final and final.name, group=group, timeout=timeout)[0])
 
 
@@ -124,7 +124,7 @@ def load_checkpoint(
     Tensors that are missing, extra or misshapen are one `ValueError` with all of them, on every rank, before anything
     is loaded. torch stores an optimiser's numbers as pickles: load only checkpoints that you trust.
     """
-    path, meta, about, problems = _look(Folder(Path(directory)), step)
+    path, meta, about, problems = _look(CheckpointFolder(Path(directory)), step)
     used, misfits = _compare(model, meta) if path else ([], [])
     mine = [problems + misfits, used, None if path is None else path.name]
     said = tell_all("load_checkpoint", mine, group=group, timeout=timeout)
@@ -156,7 +156,7 @@ def has_checkpoint(directory: str | Path) -> bool:
     >>> has_checkpoint("/nonexistent")
     False
     """
-    return bool(Folder(Path(directory)).whole())
+    return bool(CheckpointFolder(Path(directory)).whole())
 
 
 @contextmanager
@@ -165,8 +165,8 @@ def _as_error(done: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        told = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
-        raise WeftError(f"the checkpoint was not {done}: {told}") from error
+        failures = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
+        raise WeftError(f"the checkpoint was not {done}: {failures}") from error
 
 
 def _about(step: int, extra: Mapping[str, Any] | None) -> str:
@@ -187,7 +187,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     return {"model": weights, "optimizer": moments}
 
 
-def _look(folder: Folder, step: int | None) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:
+def _look(folder: CheckpointFolder, step: int | None) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:
     """(where it is, torch's metadata by name, weft's own, problems); None where it cannot be read."""
     try:
         path = folder.find(step)

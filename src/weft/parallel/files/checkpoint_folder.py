@@ -1,10 +1,12 @@
-"""Who is at work on a file or a directory: a lock that the kernel takes back when its holder dies.
+"""A directory of checkpoints: which are whole, which is the newest, and how one becomes part of it at once.
 
-A directory of checkpoints: which are whole, which is the newest, and how one becomes part of it at once.
+    step-00000020                  a whole one; `step-00000020.1` where that step was saved again
+    latest                         the name of the newest
+    .step-00000020.1f00c0de.part   one that is being written, under a name that no other writer has
+    .step-00000020.1f00c0de.lock   held by its writer; what nobody holds was left behind, and the next writer removes it
+    .run.lock                      held by a run that wants the directory for itself
 
-.step-00000020.1f00c0de.part   one that is being written, under a name that no other writer has
-.step-00000020.1f00c0de.lock   held by its writer; what nobody holds was left behind, and the next writer removes it
-.run.lock                      held by a run that wants the directory for itself
+A lock is one of the kernel's, which takes it back when its holder dies.
 """
 
 from __future__ import annotations
@@ -23,9 +25,156 @@ from pathlib import Path
 
 from weft.comm.window import host_id
 
+ABOUT = "weft.json"
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_PART = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}\.part")
+_LATEST = "latest"
 # A lock of another host counts as left behind when nothing was written for so long: some file systems keep locks for
 # each host alone.
 _SILENT_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The directory `root`, which need not be there yet."""
+
+    root: Path
+
+    def whole(self) -> list[Path]:
+        """The checkpoints, oldest first. Each is whole: it got its name after it was written."""
+        found = {path: key for path in self.root.glob("step-*") if (key := _key(path))}
+        return sorted(found, key=found.__getitem__)
+
+    def begin(self, step: int) -> Draft:
+        """An empty place to write to; what writers left that died is removed, what others write now is not."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._clean()
+        while True:
+            part = self.root / f".step-{step:08d}.{secrets.token_hex(4)}.part"
+            lock = Lock.take(part.with_suffix(".lock"))
+            if lock is not None:
+                break
+        try:
+            part.mkdir()
+        except BaseException:
+            lock.release(remove=False)
+            raise
+        return Draft(part, lock)
+
+    def part(self, name: str) -> Path:
+        """The place of that name, which another rank has begun."""
+        if not _PART.fullmatch(name):
+            raise ValueError(f"got {name!r} for a checkpoint under way, expected a name such as .step-00000020.*.part")
+        return self.root / name
+
+    def _clean(self) -> None:
+        for part in self.root.glob(".step-*.part"):
+            if is_left_behind(part.with_suffix(".lock"), part):
+                shutil.rmtree(part, ignore_errors=True)  # others may be at it, too
+        for lock in self.root.glob(".step-*.lock"):
+            if not lock.with_suffix(".part").exists() and is_left_behind(lock, lock):
+                lock.unlink(missing_ok=True)
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """The directory for this process alone, of all that claim it. Raises where another one has it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        path = self.root / ".run.lock"
+        lock = Lock.take(path)
+        if lock is None:
+            raise ValueError(
+                f"{self.root} is in use by another run, {holder_of(path)}; expected a directory for each run; wait for "
+                "it to end, or give another directory"
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def publish(self, part: Path, step: int, about: str, *, keep: int) -> Path:
+        """Gives what was written its name, points to it, and removes older ones until `keep` are left."""
+        write_through(part / ABOUT, about)
+        force(part)
+        final = self._rename(part, step)
+        force(self.root)
+        pointer = final / f".{_LATEST}"
+        write_through(pointer, final.name)
+        pointer.replace(self.root / _LATEST)
+        force(self.root)
+        whole = self.whole()
+        for old in whole[: max(0, whole.index(final) - keep + 1)] if final in whole else ():
+            shutil.rmtree(old)
+        return final
+
+    def _rename(self, part: Path, step: int) -> Path:
+        """To the first name of its step that is free: that of a run that was resumed before this step stays."""
+        again = 0
+        while True:
+            final = self.root / (f"step-{step:08d}" + (f".{again}" if again else ""))
+            try:
+                if not final.exists():  # an empty directory would be replaced
+                    part.rename(final)
+                    return final
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another run was faster
+                    raise
+            again += 1
+
+    def find(self, step: int | None) -> Path:
+        """The checkpoint of a step; the newest unless told. Raises OSError where there is none."""
+        whole = self.whole()
+        if step is not None:
+            found = [path for path in whole if (_key(path) or (-1,))[0] == step]
+            if not found:
+                names = ", ".join(path.name for path in whole) or "none"
+                raise FileNotFoundError(f"there is no checkpoint of step {step}; there are: {names}")
+            return found[-1]
+        if not whole:
+            raise FileNotFoundError("there is no checkpoint; expected directories named step-*")
+        # A kill between the two renames leaves the pointer one behind, or none: what it names, and the newest
+        # without it, are whole all the same.
+        pointer = self.root / _LATEST
+        named = self.root / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        return named if named in whole else whole[-1]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint under way: the directory that this process writes to, empty at first, and the lock that says so."""
+
+    path: Path
+    lock: Lock
+
+    def end(self, *, published: bool) -> None:
+        """What was not published stays for the next writer to remove, as after a kill."""
+        self.lock.release(remove=published)
+
+
+def _key(path: Path) -> tuple[int, int] | None:
+    """(step, how often it was saved again), by which checkpoints are ordered.
+
+    >>> _key(Path("runs/step-00000020.1")), _key(Path("runs/step-x"))
+    ((20, 1), None)
+    """
+    found = _NAME.fullmatch(path.name)
+    return (int(found[1]), int(found[2] or 0)) if found else None
+
+
+def write_through(file: Path, text: str) -> None:
+    """Writes a file and forces it to the disk."""
+    with file.open("w", encoding="utf-8") as out:
+        out.write(text + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def force(directory: Path) -> None:
+    """Forces a directory's names to the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 class Lock:
@@ -119,152 +268,3 @@ def _last_written(work: Path) -> float:
         with suppress(OSError):
             found = max(found, path.stat().st_mtime)
     return found
-
-
-ABOUT = "weft.json"
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_PART = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}\.part")
-_LATEST = "latest"
-
-
-@dataclass(frozen=True)
-class Writing:
-    """A checkpoint that this process is about to write: an empty directory, and the lock that says so."""
-
-    path: Path
-    lock: Lock
-
-    def end(self, *, published: bool) -> None:
-        """What was not published stays for the next writer to remove, as after a kill."""
-        self.lock.release(remove=published)
-
-
-@dataclass(frozen=True)
-class Folder:
-    """`root` holds checkpoints `step-00000020`, `step-00000020.1` where that was saved again, and `latest`."""
-
-    root: Path
-
-    def whole(self) -> list[Path]:
-        """The checkpoints, oldest first. Each is whole: it got its name after it was written."""
-        found = {path: key for path in self.root.glob("step-*") if (key := _key(path))}
-        return sorted(found, key=found.__getitem__)
-
-    def begin(self, step: int) -> Writing:
-        """An empty place to write to; what writers left that died is removed, what others write now is not."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._clean()
-        while True:
-            part = self.root / f".step-{step:08d}.{secrets.token_hex(4)}.part"
-            lock = Lock.take(part.with_suffix(".lock"))
-            if lock is not None:
-                break
-        try:
-            part.mkdir()
-        except BaseException:
-            lock.release(remove=False)
-            raise
-        return Writing(part, lock)
-
-    def part(self, name: str) -> Path:
-        """The place of that name, which another rank has begun."""
-        if not _PART.fullmatch(name):
-            raise ValueError(f"got {name!r} for a checkpoint under way, expected a name such as .step-00000020.*.part")
-        return self.root / name
-
-    def _clean(self) -> None:
-        for part in self.root.glob(".step-*.part"):
-            if is_left_behind(part.with_suffix(".lock"), part):
-                shutil.rmtree(part, ignore_errors=True)  # others may be at it, too
-        for lock in self.root.glob(".step-*.lock"):
-            if not lock.with_suffix(".part").exists() and is_left_behind(lock, lock):
-                lock.unlink(missing_ok=True)
-
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """The directory for this process alone, of all that claim it. Raises where another one has it."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        path = self.root / ".run.lock"
-        lock = Lock.take(path)
-        if lock is None:
-            raise ValueError(
-                f"{self.root} is in use by another run, {holder_of(path)}; expected a directory for each run; wait for "
-                "it to end, or give another directory"
-            )
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def publish(self, part: Path, step: int, about: str, *, keep: int) -> Path:
-        """Gives what was written its name, points to it, and removes older ones until `keep` are left."""
-        write_through(part / ABOUT, about)
-        force(part)
-        final = self._rename(part, step)
-        force(self.root)
-        pointer = final / f".{_LATEST}"
-        write_through(pointer, final.name)
-        pointer.replace(self.root / _LATEST)
-        force(self.root)
-        whole = self.whole()
-        for old in whole[: max(0, whole.index(final) - keep + 1)] if final in whole else ():
-            shutil.rmtree(old)
-        return final
-
-    def _rename(self, part: Path, step: int) -> Path:
-        """To the first name of its step that is free: that of a run that was resumed before this step stays."""
-        again = 0
-        while True:
-            final = self.root / (f"step-{step:08d}" + (f".{again}" if again else ""))
-            try:
-                if not final.exists():  # an empty directory would be replaced
-                    part.rename(final)
-                    return final
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another run was faster
-                    raise
-            again += 1
-
-    def find(self, step: int | None) -> Path:
-        """The checkpoint of a step; the newest unless told. Raises OSError where there is none."""
-        whole = self.whole()
-        if step is not None:
-            found = [path for path in whole if (_key(path) or (-1,))[0] == step]
-            if not found:
-                names = ", ".join(path.name for path in whole) or "none"
-                raise FileNotFoundError(f"there is no checkpoint of step {step}; there are: {names}")
-            return found[-1]
-        if not whole:
-            raise FileNotFoundError("there is no checkpoint; expected directories named step-*")
-        # A kill between the two renames leaves the pointer one behind, or none: what it names, and the newest
-        # without it, are whole all the same.
-        pointer = self.root / _LATEST
-        named = self.root / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
-        return named if named in whole else whole[-1]
-
-
-def write_through(file: Path, text: str) -> None:
-    """Writes a file and forces it to the disk."""
-    with file.open("w", encoding="utf-8") as out:
-        out.write(text + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def force(directory: Path) -> None:
-    """Forces a directory's names to the disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _key(path: Path) -> tuple[int, int] | None:
-    """(step, how often it was saved again), by which checkpoints are ordered.
-
-    >>> _key(Path("runs/step-00000020.1")), _key(Path("runs/step-x"))
-    ((20, 1), None)
-    """
-    found = _NAME.fullmatch(path.name)
-    return (int(found[1]), int(found[2] or 0)) if found else None

@@ -1,6 +1,6 @@
-"""What ranks must know of each other before one of them reads or writes: the problems of all.
+"""What loading and saving share: errors that all ranks raise together, a model's tensors, memory for its shards.
 
-Memory for a model that was made on the meta device: this rank's shards, and buffers that no file has.
+A model that was made on the meta device gets memory for its shards only, and values for buffers that no file has.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""The models of `weft bench end_to_end` with random weights, as Hugging Face has them.
+"""A tensor-parallel transformer trained and generating on the ranks of a lab, by torch, Hugging Face, vLLM and weft.
 
-One training row of `weft bench end_to_end` on the ranks of its lab: the same steps by torch and by weft, in turns.
+Training: a step is zero_grad, forward, backward and AdamW; weft packs weights anew whenever the optimiser has changed
+them, and that belongs to its time. Before anything is timed every trainer makes the same two steps, and their losses
+must agree; the second loss also checks gradients and optimiser.
 
-A step is zero_grad, forward, backward and AdamW: weft packs weights anew whenever the optimiser has changed them, and
-that belongs to its time. Before anything is timed every trainer makes the same two steps, and their losses must agree;
-the second loss also checks gradients and optimiser.
+Generation: each system is a function from prompts to greedy tokens. A prefill is the first token of every prompt;
+decoding is what more tokens take beyond the first of them.
 
-Prefill and decoding on the ranks of a lab: the systems of `weft bench end_to_end`, each a function to greedy tokens.
+hf_tp            Hugging Face's `from_pretrained(..., tp_plan="auto")` and `generate` on the batch, padded on the left
+hf_tp_loop       the same, one prompt at a time: no padding, and no batch
+vllm_...         vLLM's own engine, a process of the first rank that is idle while others have their turn
+weft             `weft.generate` on the list of prompts
+weft_no_overlap  the same with every op's sequential plan
 
-hf_tp       Hugging Face's `from_pretrained(..., tp_plan="auto")` and `generate` on the batch, padded on the left
-hf_tp_loop  the same, one prompt at a time: no padding, and no batch
-vllm_...    vLLM's own engine, a process of the first rank that is idle while others have their turn
-weft        `weft.generate` on the list of prompts
-weft_no_overlap    the same with every op's sequential plan
-
-A prefill is the first token of every prompt. Decoding is what more tokens take beyond the first of them.
+All start from the same random weights, as Hugging Face has the model.
 """
 
 from __future__ import annotations
@@ -35,10 +34,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
-from weft.bench.end_to_end.cases import ModelSize, WorkKind
-from weft.bench.end_to_end.inputs import IGNORED, PAD, TrainBatch, left_padded
+import weft
+from weft.bench.end_to_end.cases import IGNORED, PAD, ModelSize, TrainBatch, WorkKind, left_padded
 from weft.bench.systems import torch_models
-from weft.bench.systems.vllm import SETUPS, Setup, VllmEngine
+from weft.bench.systems.vllm import SETUPS, EngineSetup, VllmEngine
+
+# ---- the model -------------------------------------------------------------------------------------------------------
 
 SEED = 0
 
@@ -74,6 +75,8 @@ def save_model(size: ModelSize, folder: Path) -> Path:
     hf_model(size).save_pretrained(folder)
     return folder
 
+
+# ---- training --------------------------------------------------------------------------------------------------------
 
 LEARNING_RATE = 1e-4
 TOLERANCE = 5e-5  # of a loss, relative; a gradient that is missing somewhere shows as 2e-4 and more
@@ -126,8 +129,6 @@ class WeftTrainer:
     """`weft.parallelize` on the Hugging Face model; padded means that padding is computed like any other token."""
 
     def __init__(self, size: ModelSize, batch: TrainBatch, mesh: DeviceMesh, *, overlap: str) -> None:
-        import weft
-
         self._model: Any = weft.parallelize(hf_model(size), mesh, overlap=overlap).train()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
         self._packed = {"input_ids": batch.packed, "labels": batch.packed.values}
@@ -151,14 +152,14 @@ class TrainSystem:
     form: Form
 
 
-SYSTEMS = {
+TRAIN_SYSTEMS = {
     "torch_padded": TrainSystem("torch", Form.PADDED),
     "torch_packed": TrainSystem("torch", Form.PACKED),
     "weft": TrainSystem("weft", Form.PACKED),
     "weft_no_overlap": TrainSystem("weft_no_overlap", Form.PACKED),
     "weft_no_packing": TrainSystem("weft", Form.PADDED),
 }
-CORE = ("torch_padded", "torch_packed", "weft")
+CORE_TRAIN_SYSTEMS = ("torch_padded", "torch_packed", "weft")
 
 
 def make_trainers(size: ModelSize, batch: TrainBatch, mesh: DeviceMesh, names: set[str]) -> dict[str, Trainer]:
@@ -196,11 +197,13 @@ def _number(loss: Tensor) -> float:
     return float(whole.detach())
 
 
+# ---- generation ------------------------------------------------------------------------------------------------------
+
 Prompts = Sequence[list[int]]
 Generate = Callable[[Prompts, int], list[list[int]]]
 """Prompts and how many new tokens -> the new tokens of each prompt."""
 
-PLAIN = {WorkKind.PREFILL: ("hf_tp", "hf_tp_loop", "weft"), WorkKind.DECODE: ("hf_tp", "weft")}
+GENERATE_SYSTEMS = {WorkKind.PREFILL: ("hf_tp", "hf_tp_loop", "weft"), WorkKind.DECODE: ("hf_tp", "weft")}
 NO_OVERLAP = "weft_no_overlap"  # in prefill only: decoding has hardly anything to overlap with
 
 
@@ -209,7 +212,7 @@ class Engines:
     """vLLM: the interpreter of the environment that has it, and how its engines are started."""
 
     python: Path
-    setups: tuple[Setup, ...]
+    setups: tuple[EngineSetup, ...]
 
     @classmethod
     def known(cls, python: Path, *, compiled: bool) -> Engines:
@@ -253,14 +256,11 @@ def looped(generate: Generate) -> Generate:
 
 def weft_tp(size: ModelSize, mesh: DeviceMesh, *, overlap: str) -> Generate:
     """`weft.parallelize` and `weft.generate`."""
-    from weft.parallel import parallelize
-    from weft.transformer.generation import generate as weft_generate
-
-    model = parallelize(hf_model(size), mesh, overlap=overlap).eval()
-    return lambda prompts, tokens: weft_generate(model, prompts, max_new_tokens=tokens)
+    model = weft.parallelize(hf_model(size), mesh, overlap=overlap).eval()
+    return lambda prompts, tokens: weft.generate(model, prompts, max_new_tokens=tokens)
 
 
-def make_systems(
+def make_generators(
     size: ModelSize, mesh: DeviceMesh, folder: str, engines: Engines | None, stack: ExitStack, *, promises: bool
 ) -> dict[str, Generate]:
     """All systems; `stack` ends the engines. On all ranks but the first an engine is a function that does nothing."""
@@ -280,10 +280,10 @@ def _engines(engines: Engines, folder: str, stack: ExitStack) -> dict[str, Gener
         stack.enter_context(VllmEngine(setup, Path(folder), python=engines.python)).wait_until_ready()
         for setup in engines.setups
     ]
-    return {engine.setup.name: _asking(engine) for engine in started}
+    return {engine.setup.name: _answers_of(engine) for engine in started}
 
 
-def _asking(engine: VllmEngine) -> Generate:
+def _answers_of(engine: VllmEngine) -> Generate:
     return lambda prompts, tokens: engine.generate(prompts, tokens).tokens
 
 

@@ -1,0 +1,118 @@
+"""Rows and summaries of the benchmarks, from times that are made up: a summary needs nothing but stored rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from weft.bench import gemm, overlap, packed, pipeline, reshard
+from weft.bench.harness import Case, Measurement, Result, Round, column
+from weft.bench.systems.overlap import quick_cases
+from weft.report import Row
+from weft.reshard import STRATEGIES
+from weft.timeline import Event, Timeline
+
+
+def measured(seconds: dict[str, float], name: str = "row", **labels: object) -> Measurement:
+    return Measurement(Case(name, dict.fromkeys(seconds, int), labels), (Round(seconds, 0.0),), 0)
+
+
+def stored(rows: Sequence[Row]) -> list[Row]:
+    """As they come back from a file."""
+    found: list[Row] = json.loads(json.dumps(list(rows), allow_nan=False))
+    return found
+
+
+def overlap_rows() -> list[Row]:
+    times = {"matmul": 1.0, "wire": 1.0, "torch": 3.0, "decomposed 2": 2.5, "decomposed 4": 2.0, "sequential": 2.0}
+    times |= {"weft": 1.25, "plan 0": 1.0}
+    result = Result(measured(times, m=2048), bound=1.1, predicted={"weft": 1.0}, facts={"plan": "a plan"})
+    return [overlap._row(quick_cases()[0], result, 1.0)]
+
+
+def pipeline_rows() -> list[Row]:
+    names = ("synchronous", "alpa", "1f1b", "eager", "eager_delay", "signal", "signal_delay")
+    rows = []
+    for model, emulated in (("gpt", True), ("u-transformer", True), ("gpt", False)):
+        times = dict(zip(names, (4.0, 3.0, 2.5, 2.0, 2.2, 1.5, 1.6), strict=True)) | (
+            {} if emulated else {"torch": 5.0}
+        )
+        result = measured(times, model=model, share=0.5, emulated=emulated)
+        rows.append(pipeline._row(Result(result, bound=1.5, predicted={"alpa": 3.0, "eager": 1.0})))
+    return rows
+
+
+def reshard_rows() -> list[Row]:
+    times = dict.fromkeys(STRATEGIES, 2.0) | {"send_recv": 8.0, "optimal": 1.0}
+    return [reshard._row(Result(measured(times), bound=0.5, predicted=dict.fromkeys(STRATEGIES, 1.0)))]
+
+
+def reshard_state() -> Row:
+    facts = {"staging_peak_mb": 10.0, "staging_limit_mb": 40.0}
+    times = {"weft": 1.0, "full_broadcast": 3.0, "dcp_files": 4.0}
+    return reshard._state_row(Result(measured(times), bound=0.5, predicted={"weft": 1.5}, facts=facts))
+
+
+def gemm_rows() -> list[Row]:
+    plain = [{"dtype": d, "m": m, "ratio": 1.5, "peak_fraction": 0.8} for d in gemm.DTYPES for m in (1, 2048)]
+    return [*plain, {"dtype": "fp32", "m": 2048, "signal_cost": 0.01, "signal_cost_with_waiter": 0.02}]
+
+
+SUMMARIES: dict[str, tuple[Callable[[], list[Row]], Callable[[Sequence[Row]], dict[str, object]], dict[str, float]]] = {
+    "gemm": (gemm_rows, gemm.summary, {"peak_fraction": 0.8, "signal_cost": 0.01}),
+    "overlap": (
+        overlap_rows,
+        overlap.summary,
+        {"vs_torch_best": 2.4, "vs_decomposed_geomean": 1.6, "predict_error_median": 0.2, "plan_regret_measured": 0.25},
+    ),
+    "pipeline": (
+        pipeline_rows,
+        pipeline.summary,
+        {"gpt_vs_alpa": 1.5, "signal_fraction_min": 0.75, "vs_torch_1f1b": 2.5, "predict_error_median": 0.25},
+    ),
+    "reshard": (
+        reshard_rows,
+        lambda rows: reshard.summary(rows, *stored([reshard_state()]), plan_seconds=0.1),
+        {
+            "vs_send_recv_best": 8.0,
+            "vs_best_other_worst": 2.0,
+            "bound_fraction_min": 0.5,
+            "staging_peak_fraction": 0.25,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_summary_is_made_of_stored_rows(name: str) -> None:
+    make, summary, expected = SUMMARIES[name]
+    rows = make()
+    found = summary(stored(rows))
+    assert found == summary(rows)
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+def test_a_peer_that_could_not_run_says_why_in_the_row_and_in_the_summary() -> None:
+    result = Result(measured({"weft": 1.0, "hf sdpa": 2.0, "peak": 0.1}), bound=0.5)
+    facts = {"vs_onnxruntime": "not installed", "absent": "onnxruntime: not installed"}
+    row = packed._row(Result(result.measured, result.bound, facts=facts))
+    assert (row["best_peer"], row["vs_best_peer"], row["peak_fraction"]) == ("hf sdpa", 2.0, 0.5)
+    assert "peak_ms" not in row
+    found = packed.summary(head=row, same=row, attention=row, train=row, embed=row, memory={"ratio": 0.1})
+    assert (found["vs_hf_sdpa"], found["vs_onnxruntime"], found["vs_compile"]) == (2.0, "not installed", "not measured")
+
+
+def test_a_column_leaves_out_what_is_no_number() -> None:
+    assert column([{"x": 1}, {"x": None}, {"x": "not installed"}, {}], "x") == [1.0]
+
+
+def test_a_result_draws_its_timelines_and_gives_its_headline() -> None:
+    predicted, happened = (Timeline([Event("cpu", "compute", "y", 0.0, s)], name="") for s in (0.5, 1.0))
+    result = Result(measured({"torch": 3.0, "weft": 2.0}), bound=1.0, timelines=(predicted, happened))
+    figure = result.figure("a step", "a note")
+    assert list(figure.notes) == ["500 ms predicted, 1.00 s measured", "a note"]
+    assert list(Result(result.measured, timelines=(happened,)).figure("a step").notes) == ["1.00 s measured"]
+    line = result.headline("a step", today="torch", figures=[figure])
+    assert (line.today, line.weft, line.bound, line.ratio) == (3000.0, 2000.0, 1000.0, 1.5)
