@@ -32,7 +32,7 @@ from weft.reshard.executor.script import Ring, Script, ScriptWriter
 from weft.reshard.executor.staging import Rings, Slots, counters_for
 from weft.reshard.executor.workers import Assignment, Pending, PlanRun
 from weft.reshard.plan import Plan
-from weft.reshard.planner import STRATEGIES, plan_tensors
+from weft.reshard.planner import plan_tensors
 from weft.reshard.units import TensorSpec
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 256 << 10, 1 << 20
