@@ -33,7 +33,7 @@ from weft.reshard.executor.staging import Rings, Slots, counters_for
 from weft.reshard.executor.workers import Assignment, Pending, PlanRun
 from weft.reshard.plan import Plan
 from weft.reshard.planner import plan_tensors
-from weft.reshard.units import TensorSpec
+from weft.reshard.spec import STRATEGIES, TensorSpec
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 256 << 10, 1 << 20
 _CHUNKS_PER_TENSOR = 8
