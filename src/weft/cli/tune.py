@@ -12,7 +12,7 @@ from weft.comm.deadline import COMMAND
 
 if TYPE_CHECKING:
     from weft.lab import Rank
-    from weft.overlap.tuning import Shape, Tuned
+    from weft.overlap.tuning import Shape, TunedPlan
 
 
 def tune(
@@ -43,7 +43,7 @@ def tune(
     typer.echo(f"wrote {file}", err=True)
 
 
-def _tune_on(rank: Rank, shape: Shape, candidates: int) -> Tuned:
+def _tune_on(rank: Rank, shape: Shape, candidates: int) -> TunedPlan:
     from weft.overlap.tuning import tune as measure
 
     return measure(shape, group=rank.group, candidates=candidates)

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from weft.kernels import PackedWeight
-from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from weft.overlap.ops import replicated_matmul
+from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
 
 
 @dataclass(frozen=True)

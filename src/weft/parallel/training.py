@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from weft.kernels import PackedWeight, linear
 from weft.kernels.matmul import activated
-from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from weft.overlap.ops import replicated_matmul
+from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
 from weft.packed import training
 from weft.packed.call import Inputs, Kept
 from weft.packed.spec import Embedding, Projection

@@ -1,15 +1,12 @@
-"""Adding up partial results: ranks in order inside a host, then hosts in order.
-
-float32 is added as it is. bfloat16 is added in float32; a host's sum is rounded once, because that is what crosses
-the network, and so is the total. The order is the same whoever adds, in whatever pieces: all plans give the same bits.
-
-Runs a matmul whose output travels: the matmul on the caller's thread, the sending on another.
+"""Runs a matmul whose output travels: the matmul on the caller's thread, the sending on another.
 
 Where nothing is sent during the matmul (one host, or a sequential plan) the caller's thread does all.
 
-Sums are made on the caller's thread after its matmul: with one core a rank they take the same time then as earlier,
-and when communication is the slower part they fill the wait for it. Only where other ranks wait for a sum (`early`)
-a third thread makes it as soon as it can.
+*Sums.* Ranks are added in order inside a host, then hosts in order. float32 is added as it is; bfloat16 in float32: a
+host's sum is rounded once, because that is what crosses the network, and so is the total. The order is the same whoever
+adds, in whatever pieces: all plans give the same bits. Sums are made on the caller's thread after its matmul: with one
+core a rank they take the same time then as earlier, and when communication is the slower part they fill the wait for
+it. Only where other ranks wait for a sum (`early`) a third thread makes it as soon as it can.
 """
 
 from __future__ import annotations
@@ -22,58 +19,58 @@ import torch
 from torch import Tensor
 
 from weft.comm import Counters, Transfer
+from weft.comm.host_collectives import add_in_order
 from weft.errors import PeerTimeout
 from weft.kernels import PackedWeight, Rows, TileOutput, TileSchedule, linear_tiles
-from weft.overlap.blocks import Axis
-from weft.overlap.executor.call import Running, as_bytes
+from weft.overlap.blocks import Axis, Counts
+from weft.overlap.executor.call import MatmulCall, Request, exchange_counts, new_output, row_major, run_call
+from weft.overlap.executor.context import Context
 from weft.overlap.executor.resources import Need, WorkerJob, view
-from weft.overlap.programs.outgoing import Counts, Finish, SendBlock, Space, View, lower
+from weft.overlap.plan import Op
+from weft.overlap.programs.outgoing import Finish, SendBlock, Space, View, lower
 from weft.timeline import record
 
 
-def add_parts(parts: Sequence[Tensor], out: Tensor) -> None:
-    """out = parts[0] + parts[1] + ..., in this order, rounded once. `out` may be one of two parts."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
-    elif len(parts) == 2:  # torch adds two bfloat16 in float32
-        torch.add(parts[0], parts[1], out=out)
-    elif out.dtype == torch.float32:
-        torch.add(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            out.add_(part)
-    else:
-        out.copy_(_widened(parts))
+def matmul_scatter(
+    context: Context,
+    op: Op,
+    x: Tensor,
+    weight: PackedWeight,
+    *,
+    bias: Tensor | None,
+    plan: str = "",
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
+    """x [M, K_r] times weight [N, K_r], summed over ranks: this rank's rows of it, or all (all-reduce)."""
+    x = row_major(x)
+
+    def compute(run: OutgoingCall) -> Tensor:
+        y = new_output(x, run.prepare(), weight.n)
+        run.run(x, weight, out=y, bias=bias, meanwhile=meanwhile)
+        return y
+
+    request = Request(op, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None)
+    return run_call(context, request, OutgoingCall, compute)
 
 
-def _widened(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].float()
-    for part in parts[1:]:
-        total.add_(part)
-    return total
+def matmul_scatter_rows(
+    context: Context, x: Tensor, weight: PackedWeight, destinations: Tensor, *, bias: Tensor | None, plan: str
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] times weight [N, K], row i to rank destinations[i] -> [R, N]; and the counts int64 [P, P]."""
+    x = row_major(x)
 
+    def compute(run: OutgoingCall) -> tuple[Tensor, Tensor]:
+        context.meet(run.call, run.text)  # sizes are exchanged first, so there is nothing to do meanwhile
+        counts = exchange_counts(context, run.call, destinations)
+        y = new_output(x, run.prepare(counts), weight.n)
+        rows: Tensor | Rows = x
+        if x.shape[0]:
+            rows = Rows.stack([x]).gather(torch.argsort(destinations, stable=True))
+        run.run(rows, weight, out=y, bias=None, kernel_bias=bias)
+        return y, torch.tensor(counts)
 
-def add_terms(terms: Sequence[Sequence[Tensor]], out: Tensor, bias: Tensor | None) -> None:
-    """out = (sum of terms[0]) + (sum of terms[1]) + ... + bias; a term holds the parts of one host.
-
-    >>> out = torch.empty(2)
-    >>> add_terms([[torch.ones(2), torch.ones(2)], [torch.ones(2)]], out, bias=torch.ones(2))
-    >>> out.tolist()
-    [4.0, 4.0]
-    """
-    parts = list(terms[0]) if len(terms) == 1 else [term[0] if len(term) == 1 else _rounded(term) for term in terms]
-    if bias is None:
-        add_parts(parts, out)
-    elif out.dtype == torch.float32:
-        add_parts(parts, out)
-        out.add_(bias)
-    else:
-        out.copy_(_widened(parts).add_(bias))
-
-
-def _rounded(parts: Sequence[Tensor]) -> Tensor:
-    total = torch.empty_like(parts[0])
-    add_parts(parts, total)
-    return total
+    request = Request(Op.ALL_TO_ALL, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None)
+    return run_call(context, request, OutgoingCall, compute)
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class Arrivals:
     job: WorkerJob
 
 
-class OutgoingCall(Running):
+class OutgoingCall(MatmulCall):
     """One call of an op whose output travels."""
 
     def prepare(self, counts: Counts | None = None) -> int:
@@ -102,11 +99,11 @@ class OutgoingCall(Running):
         self.program = lower(plan, self.context.rank, counts)
         most_rows = plan.m if counts is None else max(map(sum, counts))
         blocks = max(-(-most_rows // plan.tile_m), plan.tiling.cols)  # at most, on any rank
-        self.context.reserve(self.call, Need(as_bytes(most_rows * plan.n, self.dtype), 2 * blocks), self.text)
+        self.reserve(Need(self.nbytes(most_rows * plan.n), 2 * blocks))
         self.published_at = blocks
         sums = most_rows * plan.n if any(len(s.parts) > 1 for s in self.program.sends) else 0
         self.inbox_at = sums
-        self.private = bank.private(as_bytes(sums + self.program.inbox_elements, self.dtype))
+        self.private = bank.private(self.nbytes(sums + self.program.inbox_elements))
         self.summed = Counters(len(self.program.cut.blocks))
         self.places = self._places(counts)
         self.transfers: list[Transfer] = []
@@ -163,13 +160,12 @@ class OutgoingCall(Running):
         self, matmul: Callable[[], None], bias: Tensor | None, out: Tensor, meanwhile: Callable[[], None] | None
     ) -> None:
         """Nothing leaves before the matmul is over: a second thread would only cost its hand-over."""
-        self.post()
+        self.context.post(self.call, self.text)
         matmul()
         self._open()
         sent = self._start_sends()
         if meanwhile is not None:
             meanwhile()
-
         self._finish_all(bias, out)
         if sent:
             self.listening(lambda: self._wait_for_sends(sent))
@@ -204,7 +200,7 @@ class OutgoingCall(Running):
 
     def _open(self) -> None:
         """All ranks are here: messages may come."""
-        self.meet()
+        self.context.meet(self.call, self.text)
         self.transfers = [
             self.recv(self._private(self.inbox_at + e.at, 1, e.elements), e.peer, e.tag) for e in self.program.expects
         ]
@@ -220,7 +216,7 @@ class OutgoingCall(Running):
         for send, start, transfer in sent:
             what = f"block {send.block} to rank {send.peer}"
             transfer.wait_until(self.call.deadline, what=f"{self.op}: {what}")
-            self.record("send", what, "send", start, nbytes=as_bytes(send.elements, self.dtype))
+            self.record("send", what, "send", start, nbytes=self.nbytes(send.elements))
 
     def _gathered(self, send: SendBlock) -> Tensor:
         """The rows to send, once they are computed: in place, or added up over this host."""
@@ -229,7 +225,7 @@ class OutgoingCall(Running):
             return parts[0]
         total = self._private(send.parts[0].at, send.parts[0].rows, send.parts[0].cols)
         start = record.now()
-        add_parts(parts, total)
+        add_in_order(parts, total)
         self.summed.add(send.block)
         self.record("other", f"the host's sum of block {send.block}", "send", start)
         return total
@@ -324,3 +320,32 @@ class OutgoingCall(Running):
 
 def _rows(x: Tensor | Rows) -> int:
     return x.m if isinstance(x, Rows) else x.shape[0]
+
+
+# Sums -------------------------------------------------------------------------------------------------------
+
+
+def add_terms(terms: Sequence[Sequence[Tensor]], out: Tensor, bias: Tensor | None) -> None:
+    """out = (sum of terms[0]) + (sum of terms[1]) + ... + bias; a term holds the parts of one host.
+
+    >>> out = torch.empty(2)
+    >>> add_terms([[torch.ones(2), torch.ones(2)], [torch.ones(2)]], out, bias=torch.ones(2))
+    >>> out.tolist()
+    [4.0, 4.0]
+    """
+    parts = list(terms[0]) if len(terms) == 1 else [term[0] if len(term) == 1 else _sum_of(term) for term in terms]
+    if bias is None or out.dtype == torch.float32:
+        add_in_order(parts, out)
+        if bias is not None:
+            out.add_(bias)
+        return
+    total = parts[0].float()
+    for part in (*parts[1:], bias):
+        total.add_(part)
+    out.copy_(total)
+
+
+def _sum_of(parts: Sequence[Tensor]) -> Tensor:
+    total = torch.empty_like(parts[0])
+    add_in_order(parts, total)
+    return total
