@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ from weft.overlap.blocks import Axis, Counts
 from weft.overlap.executor.call import MatmulCall, Request, exchange_counts, new_output, row_major, run_call
 from weft.overlap.executor.context import Context
 from weft.overlap.executor.resources import Need, WorkerJob, view
-from weft.overlap.plan import Op
-from weft.overlap.programs.outgoing import Finish, SendBlock, Space, View, lower
+from weft.overlap.plan import Op, OverlapPlan
+from weft.overlap.programs.outgoing import Finish, Outgoing, SendBlock, Space, View, lower
 from weft.timeline import record
 
 
@@ -74,6 +75,35 @@ def matmul_scatter_rows(
 
 
 @dataclass(frozen=True)
+class Room:
+    """A rank's program, and what it takes: elements of shared and of private memory, and counters. Found once a plan.
+
+    Counters are one a block that is computed, and from `published_at` on one a result. Private memory holds the host's
+    sums, and from `inbox_at` on what arrives. `is_alone` says that nothing travels during the matmul.
+    """
+
+    program: Outgoing
+    shared: int
+    counters: int
+    published_at: int
+    private: int
+    inbox_at: int
+    is_alone: bool
+    is_early: bool
+
+
+@lru_cache(maxsize=512)
+def _room(plan: OverlapPlan, rank: int, counts: Counts | None) -> Room:
+    program = lower(plan, rank, counts)
+    most_rows = plan.m if counts is None else max(map(sum, counts))
+    blocks = max(-(-most_rows // plan.tile_m), plan.tiling.cols)  # at most, on any rank
+    sums = most_rows * plan.n if any(len(s.parts) > 1 for s in program.sends) else 0
+    is_alone = plan.sequential or not (program.sends or program.expects)
+    private = sums + program.inbox_elements
+    return Room(program, most_rows * plan.n, 2 * blocks, blocks, private, sums, is_alone, program.early)
+
+
+@dataclass(frozen=True)
 class Places:
     """Tables over one bank: where tiles go, the order in which they are computed, and what counts them."""
 
@@ -95,15 +125,10 @@ class OutgoingCall(MatmulCall):
 
     def prepare(self, counts: Counts | None = None) -> int:
         """Lowers the plan and makes room; returns how many rows this rank will have."""
-        plan, bank = self.plan, self.call.bank
-        self.program = lower(plan, self.context.rank, counts)
-        most_rows = plan.m if counts is None else max(map(sum, counts))
-        blocks = max(-(-most_rows // plan.tile_m), plan.tiling.cols)  # at most, on any rank
-        self.reserve(Need(self.nbytes(most_rows * plan.n), 2 * blocks))
-        self.published_at = blocks
-        sums = most_rows * plan.n if any(len(s.parts) > 1 for s in self.program.sends) else 0
-        self.inbox_at = sums
-        self.private = bank.private(self.nbytes(sums + self.program.inbox_elements))
+        self.room = _room(self.plan, self.context.rank, counts)
+        self.program = self.room.program
+        self.reserve(Need(self.nbytes(self.room.shared), self.room.counters))
+        self.private = self.call.bank.private(self.nbytes(self.room.private))
         self.summed = Counters(len(self.program.cut.blocks))
         self.places = self._places(counts)
         self.transfers: list[Transfer] = []
@@ -151,7 +176,7 @@ class OutgoingCall(MatmulCall):
             linear_tiles(x, weight, out=places.out, schedule=places.schedule, bias=kernel_bias, done=places.done)
             self.record("compute", "matmul", "compute", start, flops=2.0 * out.shape[1] * weight.k * _rows(x))
 
-        if self.plan.sequential or not (self.program.sends or self.program.expects):
+        if self.room.is_alone:
             self._run_alone(matmul, bias, out, meanwhile)
         else:
             self._run_beside(matmul, bias, out, meanwhile)
@@ -175,7 +200,7 @@ class OutgoingCall(MatmulCall):
     ) -> None:
         job = self.context.sender.start(self._send_all, on_error=self._poison)
         finish = None
-        if self.program.early:
+        if self.room.is_early:
             finish = self.context.finisher.start(lambda _: self._finish_after(job, bias, out))
         matmul()
         if meanwhile is not None:
@@ -202,21 +227,22 @@ class OutgoingCall(MatmulCall):
         """All ranks are here: messages may come."""
         self.context.meet(self.call, self.text)
         self.transfers = [
-            self.recv(self._private(self.inbox_at + e.at, 1, e.elements), e.peer, e.tag) for e in self.program.expects
+            self.recv(self._private(self.room.inbox_at + e.at, 1, e.elements), e.peer, e.tag)
+            for e in self.program.expects
         ]
 
-    def _start_sends(self) -> list[tuple[SendBlock, float, Transfer]]:
+    def _start_sends(self) -> list[tuple[SendBlock, int, float, Transfer]]:
         sent = []
         for send in self.program.sends:
             data = self._gathered(send)
-            sent.append((send, record.now(), self.send(data, send.peer, send.tag)))
+            sent.append((send, data.nbytes, record.now(), self.send(data, send.peer, send.tag)))
         return sent
 
-    def _wait_for_sends(self, sent: list[tuple[SendBlock, float, Transfer]]) -> None:
-        for send, start, transfer in sent:
+    def _wait_for_sends(self, sent: list[tuple[SendBlock, int, float, Transfer]]) -> None:
+        for send, nbytes, start, transfer in sent:
             what = f"block {send.block} to rank {send.peer}"
             transfer.wait_until(self.call.deadline, what=f"{self.op}: {what}")
-            self.record("send", what, "send", start, nbytes=self.nbytes(send.elements))
+            self.record("send", what, "send", start, nbytes=nbytes)
 
     def _gathered(self, send: SendBlock) -> Tensor:
         """The rows to send, once they are computed: in place, or added up over this host."""
@@ -293,7 +319,7 @@ class OutgoingCall(MatmulCall):
             return []
         result = self._shared(finish.result)
         result.copy_(target)
-        self.call.bank.counters(self.context.rank).add(self.published_at + finish.result.need)
+        self.call.bank.counters(self.context.rank).add(self.room.published_at + finish.result.need)
         return [self.send(result, peer, tag) for peer, tag in finish.forward]
 
     # Memory -------------------------------------------------------------------------------------------------
@@ -308,11 +334,11 @@ class OutgoingCall(MatmulCall):
         """The tensor of a view, once what it needs is there."""
         if v.space is Space.INBOX:
             self._wait_for_part(v.need)
-            return self._private(self.inbox_at + v.at, v.rows, v.cols)
+            return self._private(self.room.inbox_at + v.at, v.rows, v.cols)
         if v.space is Space.SUM:
             self.summed.wait(v.need, 1, timeout=self.left(), what=f"{self.op}: the host's sum of block {v.need}")
             return self._private(v.at, v.rows, v.cols)
-        counter = v.need + (self.published_at if v.space is Space.RESULT else 0)
+        counter = v.need + (self.room.published_at if v.space is Space.RESULT else 0)
         what = f"{self.op}: block {v.need} of rank {v.rank}"
         self.call.bank.counters(v.rank).wait(counter, v.tiles, timeout=self.left(), what=what)
         return self._shared(v)

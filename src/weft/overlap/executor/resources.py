@@ -58,32 +58,31 @@ class Bank:
 
     def __init__(self, pg: ProcessGroup, line: Line, *, windows: bool, timeout: float) -> None:
         self._pg, self._timeout, self._line = pg, timeout, line
-        self._windows = windows
-        self._rank = pg.rank()
-        self._window: Window | None = None
-        self._shared = torch.empty(0, dtype=torch.uint8)
+        self._windows, self._rank = windows, pg.rank()
+        self._shared = {self._rank: torch.empty(0, dtype=torch.uint8)}  # of every rank of the host that shares memory
+        self._counters = {self._rank: Counters(0)}
         self._private = torch.empty(0, dtype=torch.uint8)
-        self._own = Counters(0)
         self.bound: dict[object, object] = {}  # tables over this memory, by plan
         self.growths = 0  # how often memory was made: a call in which it was says nothing about the next
 
     def lacks(self, need: Need) -> bool:
         """Whether `grow`, which is collective, must come first."""
-        return self._shared.numel() < need.shared_bytes or len(self._own) < need.counters
+        own = self._rank
+        return self._shared[own].numel() < need.shared_bytes or len(self._counters[own]) < need.counters
 
     def grow(self, need: Need) -> None:
         """Makes room. Collective where there are windows: all ranks have the same need."""
-        nbytes = size_class(max(need.shared_bytes, self._shared.numel()), SMALLEST_BYTES)
-        counters = size_class(max(need.counters, len(self._own)), _SMALLEST_COUNTERS)
+        own = self._rank
+        nbytes = size_class(max(need.shared_bytes, self._shared[own].numel()), SMALLEST_BYTES)
+        counters = size_class(max(need.counters, len(self._counters[own])), _SMALLEST_COUNTERS)
         self._replaced()
+        if not self._windows:
+            self._shared, self._counters = {own: _lasting(nbytes)}, {own: Counters(counters)}
+            return
         with torch.inference_mode(False):  # views, too, are written to in whatever mode later calls are in
-            if self._windows:
-                self._window = Window.create(
-                    self._pg, nbytes, counters_per_rank=counters, timeout=self._timeout, line=self._line
-                )
-                self._shared, self._own = self._window.local, self._window.counters(self._rank)
-            else:
-                self._shared, self._own = _lasting(nbytes), Counters(counters)
+            window = Window.create(self._pg, nbytes, counters_per_rank=counters, timeout=self._timeout, line=self._line)
+            self._shared = {rank: window.peer(rank) for rank in window.ranks}
+            self._counters = {rank: window.counters(rank) for rank in window.ranks}
 
     def private(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] that only this rank sees; its contents last for one call."""
@@ -98,17 +97,11 @@ class Bank:
 
     def shared(self, rank: int) -> Tensor:
         """The shared bytes of a rank of this host."""
-        if rank == self._rank:
-            return self._shared
-        assert self._window is not None
-        return self._window.peer(rank)
+        return self._shared[rank]
 
     def counters(self, rank: int) -> Counters:
         """The counters of a rank of this host."""
-        if rank == self._rank:
-            return self._own
-        assert self._window is not None
-        return self._window.counters(rank)
+        return self._counters[rank]
 
 
 def _lasting(nbytes: int) -> Tensor:
