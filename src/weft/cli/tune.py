@@ -25,7 +25,7 @@ def tune(
 ) -> None:
     """Measure the best few predicted plans for each shape on a lab, and keep the fastest.
 
-    On a real cluster call `weft.overlap.tuning` from a script that torchrun starts: the file is the same.
+    On a real cluster call `weft.overlap.tune` from a script that torchrun starts: the file is the same.
     """
     from weft.lab import Cluster
     from weft.overlap import tuning
