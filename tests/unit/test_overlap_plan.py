@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_overlap_maps import plans
+from test_overlap_programs import plans
 
 from weft.layout import DeclaredCluster
 from weft.overlap import Curve, Curves, Op, OverlapPlan, plan_overlap

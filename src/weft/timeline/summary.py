@@ -65,7 +65,7 @@ class Baseline:
     communication_seconds: float | None = None
 
 
-class Judged:
+class OverlapFigures:
     """What took `seconds`, beside a baseline: the figures that both together give."""
 
     seconds: float
@@ -109,7 +109,7 @@ class LaneSummary:
 
 
 @dataclass(frozen=True)
-class CallFigures(Judged):
+class CallFigures(OverlapFigures):
     """The calls of one kind: how many, their median seconds, what they are judged by, and why they went as they did.
 
     setups:   how many of the calls made their buffers; they are not in the medians where there are others
@@ -166,7 +166,7 @@ CALL_COLUMNS = ("calls", "time", "matmul", "comm", "sequential", "bound", "ECT",
 
 
 @dataclass(frozen=True)
-class Summary(Judged):
+class Summary(OverlapFigures):
     """The figures of one timeline; prints as a table, and under it one of the calls, a row for each kind."""
 
     seconds: float

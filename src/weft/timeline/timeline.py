@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.timeline import chrome
 from weft.timeline.events import Event, group_by_lane
-from weft.timeline.summary import Baseline, CallFigures, Judged, Summary, summarize
+from weft.timeline.summary import Baseline, CallFigures, OverlapFigures, Summary, summarize
 from weft.timeline.text import draw
 
 
@@ -122,7 +122,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class TracedCall(Judged):
+class TracedCall(OverlapFigures):
     """One call of an op: what it was, how long it took here, what it is judged by, and what happened in it.
 
     what:       the op and its shape; calls of one kind have the same

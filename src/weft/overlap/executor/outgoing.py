@@ -300,7 +300,7 @@ class OutgoingCall(MatmulCall):
         return Arrivals(counters, self.context.finisher.start(watch, on_error=poison))
 
     def _wait_for_part(self, number: int) -> None:
-        what = f"{self.op}: part {number} of the output"
+        what = f"{self.op}: part {number} of the output, from rank {self.program.expects[number].peer}"
         if self.arrivals is None or threading.current_thread() is not threading.main_thread():
             self.transfers[number].wait_until(self.call.deadline, what=what)
         else:
