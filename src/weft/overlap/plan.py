@@ -144,7 +144,7 @@ class OverlapPlan:
 
     def simulate(self, curves: Curves) -> Timeline:
         """What will happen when, on every rank."""
-        from weft.overlap.simulate import simulate
+        from weft.overlap.simulate import simulate  # which is built on plans
 
         return simulate(self, curves)
 
