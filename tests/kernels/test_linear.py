@@ -8,6 +8,7 @@ import torch.fx.experimental.proxy_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft import _core
@@ -266,6 +267,14 @@ def test_stale_weight_is_an_error():
         linear(x, packed)
     with torch.no_grad(), pytest.raises(ValueError, match=r"changed after .* pack it again"):
         linear(x, packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flops_are_counted(dtype):
+    x, w = (t.requires_grad_() for t in tensors(5, 6, 7, dtype)[:2])
+    with FlopCounterMode(display=False) as counter:
+        linear(x, PackedWeight.from_dense(w)).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * x.numel() * w.shape[0]
 
 
 def test_public_names():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,10 +15,11 @@ import torch.distributed as dist
 from weft import overlap
 from weft.bench.systems.overlap import OverlapCase, Systems, cases, quick_cases
 from weft.cli.lab import _ranks, _shape
-from weft.comm import Group, PeerLost
+from weft.comm import Group, PeerLost, Transfer
 from weft.errors import PeerTimeout, RankFailed
 from weft.lab import Cluster, Rank
 from weft.overlap import Op, OverlapPlan
+from weft.overlap.executor.context import context_of
 from weft.timeline import record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
@@ -59,7 +59,7 @@ def test_blocks_are_sent_during_the_matmul(namespaces: None) -> None:
 
 
 def die_in_the_middle(rank: Rank, op: str, folder: str) -> None:
-    """The links take a third of a second for what must cross; a tenth after the start the last rank is gone.
+    """The links take a third of a second for what must cross; the last rank is gone when its second message is due.
 
     The deadline is shorter than what the lab gives the others after a rank has died: they must end by themselves.
     """
@@ -75,7 +75,15 @@ def die_in_the_middle(rank: Rank, op: str, folder: str) -> None:
     call()
     call()
     if rank.rank == rank.world - 1:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        wire, sent = context_of(group).group, []
+
+        def send(*args: object, **options: object) -> Transfer:
+            sent.append(args)
+            if len(sent) == 3:  # the first says that this rank is here, the second has just started
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **options)
+
+        real, wire.send = wire.send, send
     try:
         call()
     except (PeerLost, PeerTimeout) as error:

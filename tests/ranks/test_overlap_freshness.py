@@ -146,7 +146,7 @@ def draw_beside_calls() -> None:
     x, w = torch.randn(8, 16), torch.randn(24, 16)
     before = torch.get_rng_state()
     weft.matmul_all_reduce(x, w, group=dist.group.WORLD)  # the first call measures the machine
-    weft.overlap.tuning(weft.overlap.Shape(weft.overlap.Op.ALL_REDUCE, 8, 24, 16), group=dist.group.WORLD, rounds=1)
+    weft.overlap.tune(weft.overlap.Shape(weft.overlap.Op.ALL_REDUCE, 8, 24, 16), group=dist.group.WORLD, rounds=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
+import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -160,6 +164,67 @@ def test_a_trace_shows_every_call_with_its_figures() -> None:
     run_ranks(traced, 2)
 
 
+def reasons() -> None:
+    """What made buffers is no measure of the rest, and each kind of call says why it went as it did."""
+    group = world()
+    hosts = context_of(group).hosts
+    plan = OverlapPlan(Op.ALL_REDUCE, 8, 8, 8, "float32", hosts, reason="because it rains")
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+    with weft.trace() as first:
+        overlap.matmul_all_reduce(x, w, group=group, plan=plan)
+    (row,) = first.summary().calls
+    assert (row.setups, row.e_overlap) == (1, None)
+    assert "set-up: 1 of 1 calls" in str(first.summary())
+    overlap.curves_of(group)
+    with weft.trace() as t:
+        for _ in range(4):  # one more makes the buffers of the other bank
+            overlap.matmul_all_reduce(x, w, group=group, plan=plan)
+        overlap.matmul_reduce_scatter(x, w, group=group)
+    given, chosen = t.summary().calls
+    assert (given.count, given.setups) == (4, 1)
+    assert given.seconds == statistics.median(c.seconds for c in t.calls if c.what == given.what and not c.is_setup)
+    assert "not overlapped: because it rains" in str(t.summary())
+    known = context_of(group).planner.known(Op.REDUCE_SCATTER, 8, 8, 8, "float32")
+    assert known is not None
+    assert known.reason in chosen.note
+    assert f"{chosen.what}: " in str(t.summary())
+
+
+def test_a_summary_says_why_and_leaves_out_what_made_buffers() -> None:
+    run_ranks(reasons, 2)
+
+
+def path(transport: Transport, most: int) -> None:
+    """The files whose code a call runs, once its plan and buffers are there."""
+    group, seen = world(), set[str]()
+    root = Path(weft.__file__).parent
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(root):
+            seen.add(str(file.relative_to(root)))
+
+    x, w, hosts = torch.randn(64, 32), torch.randn(48, 32), context_of(group).hosts
+    context_of(group).planner.use(
+        OverlapPlan(Op.REDUCE_SCATTER, 64, 48, 32, "float32", hosts, transport, tile_m=8, groups=(1, 2))
+    )
+    threading.setprofile(note)  # of the threads that are started from now on
+    for _ in range(3):
+        seen.clear()
+        sys.setprofile(note)
+        overlap.matmul_reduce_scatter(x, w, group=group)
+        sys.setprofile(None)
+    threading.setprofile(None)
+    found = {file for file in seen if "/" in file}
+    assert {"overlap/api.py", "overlap/executor/outgoing.py", "kernels/cpu.py"} <= found
+    assert len(found) <= most, sorted(found)
+
+
+@pytest.mark.parametrize(("transport", "most"), [(Transport.WINDOWS, 15), (Transport.MESSAGES, 18)])
+def test_the_path_of_a_call_is_short(transport: Transport, most: int) -> None:
+    run_ranks(path, 2, transport, most)
+
+
 def traced_with_given_plans() -> None:
     """Nobody has measured anything: the call is there, its figures are not, until someone does."""
     group = world()
@@ -263,8 +328,11 @@ def disagree(what: str) -> str:
     op = overlap.matmul_reduce_scatter if what == "op" and odd else overlap.matmul_all_reduce
     with pytest.raises(PeerMismatch) as info:
         op(x, w, group=group, bias=bias, plan=plan)
-    good = overlap.matmul_all_reduce(torch.ones(32, 8), torch.ones(24, 8), group=group)
-    assert torch.equal(good, torch.full((32, 24), 16.0)), "the group is as good as before"
+    for seed in range(3):  # inputs that differ everywhere: a bank of another call would show
+        generator = torch.Generator().manual_seed(seed)
+        xs, ws = torch.randn(2, 32, 8, generator=generator), torch.randn(2, 24, 8, generator=generator)
+        good = overlap.matmul_all_reduce(xs[group.rank()], ws[group.rank()], group=group)
+        torch.testing.assert_close(good, xs[0] @ ws[0].t() + xs[1] @ ws[1].t())
     return str(info.value)
 
 

@@ -8,26 +8,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_overlap_maps import plans
+from test_overlap_programs import plans
 
 from weft.layout import DeclaredCluster
 from weft.overlap import Curve, Curves, Op, OverlapPlan, plan_overlap
 from weft.overlap.blocks import Axis
 from weft.overlap.plan import Transport
-from weft.overlap.predict import (
-    Work,
+from weft.overlap.search import (
+    _shapes,
     best_groups,
     bound,
-    exhaustive_groups,
+    choose_plan,
+    neighbours,
     partitions,
     predict,
+    predict_plan,
     predict_sequential,
-    pruned_groups,
-    slowest,
-    subadditive,
-    work_of,
+    ranked_plans,
+    simulated_seconds,
 )
-from weft.overlap.search import _shapes, choose_plan, neighbours, predict_plan, ranked_plans, simulated_seconds
+from weft.overlap.speeds import Work, slowest, subadditive, work_of
 
 OPS = [Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_TO_ALL, Op.GATHER_BACK]
 
@@ -110,6 +110,25 @@ def works(draw) -> Work:
     sizes = st.one_of(st.just(0.0), st.floats(1e3, 1e6))
     nbytes = draw(st.lists(sizes, min_size=len(compute), max_size=len(compute)))
     return Work(tuple(compute), tuple(nbytes), draw(st.floats(0, 1e-2)), 0.0, 0.0, draw(st.booleans()))
+
+
+def exhaustive_groups(work: Work, curves: Curves) -> tuple[int, ...]:
+    """The best of all partitions by trying each; for few units."""
+    return min(partitions(work.units), key=lambda groups: predict(work, groups, curves))
+
+
+def pruned_groups(work: Work, curves: Curves, *, first: int = 2, last: int = 4) -> tuple[int, ...]:
+    """The paper's search: a small first group and a small last one, and between them groups of one size each."""
+    found: list[tuple[int, ...]] = [(work.units,)]
+    for head in range(1, min(first, work.units) + 1):
+        for tail in range(1, min(last, work.units - head) + 1):
+            middle = work.units - head - tail
+            for size in range(1, middle + 1):
+                full, rest = divmod(middle, size)
+                found.append((head, *[size] * full, *([rest] if rest else []), tail))
+            if middle == 0:
+                found.append((head, tail))
+    return min(found, key=lambda groups: predict(work, groups, curves))
 
 
 @settings(deadline=None, max_examples=200)

@@ -11,7 +11,7 @@ import torch
 from weft.comm.tell import checked_length
 from weft.comm.window import checked_offer
 from weft.errors import PeerMismatch
-from weft.overlap.executor.calls import checked_counts
+from weft.overlap.executor.call import checked_counts
 from weft.pipeline.transport.exchange import HEADER_LENGTH, Header
 
 NUMBERS = [0, 1, 2, 3, 7, 8, 9, 63, 255, 1 << 20, 1 << 31, 1 << 40, 1 << 62, -1, -(1 << 40), -(1 << 63), (1 << 63) - 1]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.overlap.plan import Op, OverlapPlan, Transport
-from weft.overlap.predict import partitions, predict
+from weft.overlap.search import partitions, predict
 from weft.scale import GPUS, Gpu, OpPrediction, find_gpu, predict_op
 from weft.scale.gpus import LAUNCH_SECONDS, declared_curves, matmul, ring_rate, wire_bytes, write_rate
 from weft.scale.ops import WaveCase, best_partition, held_seconds

@@ -127,6 +127,8 @@ def test_ect_and_e_overlap_are_those_of_flux() -> None:
 def test_harm_is_negative_and_nothing_to_hide_is_none() -> None:
     assert overlap_efficiency(20.0, matmul_seconds=10.0, sequential_seconds=18.0) == 1 - 10.0 / 8.0
     assert overlap_efficiency(9.0, matmul_seconds=10.0, sequential_seconds=10.0) is None
+    assert overlap_efficiency(12.0, matmul_seconds=10.0, sequential_seconds=10.1) is None, "next to nothing"
+    assert overlap_efficiency(12.0, matmul_seconds=10.0, sequential_seconds=10.2) is not None
     alone = Timeline([Event("a", "compute", "", 0.0, 1.0)]).summary()
     assert (alone.ect, alone.e_overlap, alone.bound_fraction, alone.hidden_fraction) == (
         None,

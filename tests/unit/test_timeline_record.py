@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.timeline import Baseline, Timeline, record
+from weft.timeline import Baseline, Event, Timeline, TracedCall, record
+from weft.timeline.summary import CALL_COLUMNS
+from weft.timeline.timeline import figures
 
 
 def test_a_trace_records_spans_and_added_events(tmp_path: Path) -> None:
@@ -145,3 +147,27 @@ def test_a_call_has_its_own_events_and_the_traces_around_it_too() -> None:
         table = trace.summary().call_table()
         assert len(table[0]) == len(table[1])
     assert record.Trace().summary().call_table() == []
+
+
+def traced_call(seconds: float, *, is_setup: bool = False, reason: str = "") -> TracedCall:
+    alone = Timeline([Event("compute", "compute", "matmul", 0.0, seconds)])
+    return TracedCall("matmul 8 x 8", "", seconds, alone, Baseline(1.0, 3.0), None, reason, is_setup)
+
+
+def test_calls_that_made_buffers_are_left_out_where_there_are_others() -> None:
+    (row,) = figures([traced_call(900.0, is_setup=True), traced_call(1.5), traced_call(2.5)])
+    assert (row.count, row.setups, row.seconds, row.e_overlap) == (3, 1, 2.0, 0.5)
+    assert row.note == "set-up: 1 of 3 calls, left out"
+    (row,) = figures([traced_call(900.0, is_setup=True)])
+    assert (row.seconds, row.e_overlap, row.ect) == (900.0, None, 899.0)
+    assert "set-up" in row.note
+    assert row.cells(1.0)[CALL_COLUMNS.index("E_overlap") + 1] == "-"
+
+
+def test_a_summary_says_why_each_kind_of_call_went_as_it_did() -> None:
+    with record.trace() as t:
+        for what, why in (("a 8 x 8", "one rank"), ("a 8 x 8", "one rank"), ("b 8 x 8", "not worth it")):
+            t.call(what, reason=why).end()
+        t.call("c 8 x 8").end()
+    assert t.summary().call_notes() == ["a 8 x 8: one rank", "b 8 x 8: not worth it"]
+    assert str(t.summary()).splitlines()[-2:] == t.summary().call_notes()

@@ -21,8 +21,8 @@ from weft.comm import Group
 from weft.lab import Cluster, Rank
 from weft.overlap.executor.context import Context, context_of
 from weft.overlap.plan import OverlapPlan
-from weft.overlap.predict import Work, work_of
 from weft.overlap.search import predict_plan, ranked_plans
+from weft.overlap.speeds import Work, work_of
 from weft.report import Column, Headline, Report, Row
 from weft.timeline import Timeline, overlap_efficiency, record
 

@@ -16,7 +16,7 @@ from weft.comm.deadline import COMMAND
 if TYPE_CHECKING:
     from weft.jobs.train import TrainJob, TrainResult
     from weft.lab import Rank
-    from weft.overlap.tuning import Shape, Tuned
+    from weft.overlap.tuning import Shape, TunedPlan
 
 app = typer.Typer(no_args_is_help=True, help="A cluster of network namespaces on this machine.")
 
@@ -53,7 +53,7 @@ def tune(
 ) -> None:
     """Measure the best few predicted plans for each shape on a lab, and keep the fastest.
 
-    On a real cluster call `weft.overlap.tuning` from a script that torchrun starts: the file is the same.
+    On a real cluster call `weft.overlap.tune` from a script that torchrun starts: the file is the same.
     """
     from weft.lab import Cluster
     from weft.overlap import tuning
@@ -69,7 +69,7 @@ def tune(
     announce(file)
 
 
-def _tune_on(rank: Rank, shape: Shape, candidates: int) -> Tuned:
+def _tune_on(rank: Rank, shape: Shape, candidates: int) -> TunedPlan:
     from weft.overlap.tuning import tune as measure
 
     return measure(shape, group=rank.group, candidates=candidates)

@@ -12,12 +12,15 @@ threads, the tiles, their order or their signals. Tests hold this with `torch.eq
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from weft._torch import tell_flop_counters
 from weft.kernels import cpu
 from weft.kernels.dispatch import is_plain, kernels_for, layout_on
 from weft.kernels.freshness import Stamp
@@ -129,6 +132,7 @@ def linear(
         _run(rows, weight.data, weight.n, weight.isa, y, None, bias, activation, added, threads)
     else:
         keep = activation is not None and torch.is_grad_enabled()
+        tell_flop_counters(_FLOPS)
         y, _ = _op(rows, weight.data, source, bias, added, activation, weight.n, weight.isa, threads, keep)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.n)
 
@@ -285,6 +289,11 @@ def _backward(ctx, dy: Tensor | None, _):  # type: ignore[no-untyped-def]
 
 
 _op.register_autograd(_backward, setup_context=_setup)
+
+# For torch's FlopCounterMode: those of the matmul, without the epilogue.
+_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.weft.linear: lambda x, packed, weight, bias, residual, act, n, *_, **__: 2 * x.numel() * n
+}
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,17 @@
-"""Matmuls that communicate while they compute."""
+"""Matmuls that communicate while they compute.
+
+api        the ops as users call them, and `plan_overlap`
+ops        the same as custom ops of torch: gradients, compiling, flop counts
+styles     layers for `parallelize_module`
+plan       what a call will do, as a value that prints and parses
+blocks     index maps: whose rows, which blocks, which hosts
+speeds     what a group can do, and what a plan asks of it
+search     from shapes and speeds to a plan; simulate: a plan on paper
+tuning     plans that were measured, and the file that keeps them
+programs/  from a plan to what each rank does (pure)
+executor/  runs that on a CPU; streams/ on devices with streams
+reference  the ops in plain torch
+"""
 
 from weft.comm.group import keep_gloo_priority
 from weft.overlap.api import (
@@ -10,7 +23,7 @@ from weft.overlap.api import (
     plan_overlap,
 )
 from weft.overlap.plan import Op, OverlapPlan, Transport
-from weft.overlap.predict import Curve, Curves
+from weft.overlap.speeds import Curve, Curves
 from weft.overlap.styles import ColwiseOverlap, RowwiseOverlap
 from weft.overlap.tuning import Shape, tune, use_tuned
 

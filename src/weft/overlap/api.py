@@ -1,4 +1,4 @@
-"""The four ops as users call them.
+"""The ops as users call them, and the plans that they follow.
 
     P ranks; rank r holds what has an r. Shards follow torch.chunk: sizes may be uneven, and some empty.
 
@@ -22,37 +22,84 @@
         dgrad     dx_r = DZ w_r                 DZ = the rows of dy, back where they came from  [M_r, N]
         wgrad     dw_r = DZ^T x_r,  db_r = sum of rows of DZ
 
+    replicated_matmul       x [M, K], the same on all ranks, w_r [N_r, K], b_r [N_r]   -> y_r [M, N_r]
+        forward   y_r = x w_r^T + b_r           nothing to gather
+        dgrad     dx = all_reduce(dy_r w_r)                              a matmul_all_reduce
+        wgrad     dw_r = dy_r^T x,  db_r = sum of rows of dy_r           while dx travels
+
 Partial results are added in one order whatever the plan: ranks in order inside a host, then hosts in order. So all
 plans give the same bits on a CPU. float32 and bfloat16, and float16 on a GPU. `docs/gpu.md` says what differs there.
 Calls on a group are collective and come in the same order on all ranks. Each ends within the group's timeout.
 
-`plan_overlap`: the plan for a matmul, on a group that exists or on a cluster that is only declared.
+Where nobody compiles, differentiates or counts, a call goes straight to the group's executor; otherwise through the
+custom ops of `ops`. Under `torch.autocast` x, weight and bias are cast to its type, as torch's own linear does (float64
+is not), the result has that type, and gradients go back through the casts.
+
+`plan_overlap` gives the plan for a matmul, on a group that exists or on a cluster that is only declared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft._torch import dispatches_to_python
+from weft._torch import tell_flop_counters
 from weft.comm.deadline import Deadline, timeout_of
 from weft.comm.tags import Line, turn
 from weft.kernels import PackedWeight
 from weft.kernels.dispatch import dtypes_on, is_plain, is_supported
 from weft.layout.mesh import DeclaredCluster
 from weft.overlap import ops
-from weft.overlap.executor.calls import check_plan
-from weft.overlap.executor.context import context_of
+from weft.overlap.blocks import chunk_bounds
+from weft.overlap.executor.call import executor_for, parse_plan
+from weft.overlap.executor.context import Context, context_of
 from weft.overlap.plan import Op, OverlapPlan
-from weft.overlap.predict import Curves
 from weft.overlap.search import choose_plan
-from weft.overlap.torch_modes import cast_inputs
+from weft.overlap.speeds import Curves
 
 Weight = Tensor | PackedWeight
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def cast_inputs(op: F) -> F:
+    """`op(x, w, ..., bias=)` with its inputs in the type of autocast, where that is on."""
+    names = list(signature(op).parameters)
+    x, w = names[:2]
+
+    @wraps(op)
+    def call(*tensors: Any, **options: Any) -> Any:
+        device = (tensors[0] if tensors else options[x]).device.type
+        if not torch.is_autocast_enabled(device):
+            return op(*tensors, **options)
+        given = dict(zip(names, tensors, strict=False)) | options
+        dtype = torch.get_autocast_dtype(device)
+        given[x], given[w] = _cast(given[x], dtype), _cast_weight(given[w], dtype)
+        if given.get("bias") is not None:
+            given["bias"] = _cast(given["bias"], dtype)
+        with torch.autocast(device, enabled=False):
+            return op(**given)
+
+    return call  # type: ignore[return-value]
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+
+
+def _cast_weight(w: Tensor | PackedWeight, dtype: torch.dtype) -> Tensor | PackedWeight:
+    """A packed weight of another type is packed again in this one: of the dense one beside it, where there is one."""
+    if isinstance(w, Tensor):
+        return _cast(w, dtype)
+    if w.data.dtype == dtype:
+        return w
+    return _cast(w.to_dense() if w.source is None else w.source, dtype)
 
 
 @cast_inputs
@@ -69,16 +116,17 @@ def all_gather_matmul(
 
     `m` is M, all rows together; without it every rank has as many as this one. Tiles of y start as their rows arrive.
     """
-    _check_group(group)
-    weight, packed, n, k, isa = _weight(w)
-    _check("x_shard", x_shard, k, weight if packed is None else packed, bias, n)
+    dense, packed, n, isa = _checked("x_shard", x_shard, w, bias, group)
     total = x_shard.shape[0] * group.size() if m is None else m
     _check_shard(x_shard.shape[0], total, group)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_shard, weight))
-    plain = _is_plain(x_shard, weight, bias)
-    op = ops.run_all_gather_matmul if plain else ops.all_gather_matmul
-    dense, text = _untrained(weight) if plain else weight, _text(plan, Op.ALL_GATHER, x_shard)
-    y: Tensor = op(x_shard, dense, packed, bias, total, n, isa, group.group_name, text, keep)[0]
+    text = _text(plan, Op.ALL_GATHER, x_shard)
+    if _is_plain(x_shard, dense, bias):
+        context = context_of(group)
+        weight, run = _packed(w, context), executor_for(context, x_shard).gather_matmul
+        return run(context, x_shard, weight, m=total, bias=bias, plan=text, keep=False)[0]
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_shard, dense))
+    y: Tensor
+    y, _ = ops.all_gather_matmul(x_shard, dense, packed, bias, total, n, isa, group.group_name, text, keep)
     return y
 
 
@@ -95,7 +143,7 @@ def matmul_reduce_scatter(
 
     Blocks of the product are sent to the owners of their rows while the next ones are computed.
     """
-    return _reduce(Op.REDUCE_SCATTER, x, w_shard, group, bias, plan)
+    return _matmul_reduce(Op.REDUCE_SCATTER, x, w_shard, group, bias, plan)
 
 
 @cast_inputs
@@ -111,7 +159,7 @@ def matmul_all_reduce(
 
     The gradient of y must be the same on all ranks, too, as it is in tensor parallelism.
     """
-    return _reduce(Op.ALL_REDUCE, x, w_shard, group, bias, plan)
+    return _matmul_reduce(Op.ALL_REDUCE, x, w_shard, group, bias, plan)
 
 
 @cast_inputs
@@ -130,9 +178,7 @@ def matmul_all_to_all(
     The rows that come to this rank are ordered by source rank, then as they are there. `rows` is R where it is known:
     a compiled graph then has no size that depends on data.
     """
-    _check_group(group)
-    weight, packed, n, k, isa = _weight(w)
-    _check("x", x, k, weight if packed is None else packed, bias, n)
+    dense, packed, n, isa = _checked("x", x, w, bias, group)
     if destinations.shape != x.shape[:1] or destinations.dtype != torch.int64:
         raise ValueError(
             f"destinations is {destinations.dtype} {list(destinations.shape)}, expected int64 [{x.shape[0]}]: "
@@ -142,47 +188,54 @@ def matmul_all_to_all(
         low, high = int(destinations.min()), int(destinations.max())
         if low < 0 or high >= group.size():
             raise ValueError(f"destinations are {low} to {high}, expected ranks of the group, 0 to {group.size() - 1}")
-    promised = -1 if rows is None else rows
-    plain = _is_plain(x, weight, bias, destinations)
-    op = ops.run_matmul_all_to_all if plain else ops.matmul_all_to_all
-    dense, text = _untrained(weight) if plain else weight, _text(plan, Op.ALL_TO_ALL, x)
-    y: Tensor = op(x, dense, packed, bias, destinations, promised, n, isa, group.group_name, text)[0]
+    promised, text = -1 if rows is None else rows, _text(plan, Op.ALL_TO_ALL, x)
+    y: Tensor
+    if _is_plain(x, dense, bias, destinations):
+        context = context_of(group)
+        weight, run = _packed(w, context), executor_for(context, x).matmul_scatter_rows
+        y, _ = run(context, x, weight, destinations, bias=bias, plan=text)
+        ops.check_promise(promised, y, context.rank)
+        return y
+    y, _ = ops.matmul_all_to_all(x, dense, packed, bias, destinations, promised, n, isa, group.group_name, text)
     return y
 
 
-def _reduce(
+@cast_inputs
+def replicated_matmul(x: Tensor, w: Weight, *, group: ProcessGroup, bias: Tensor | None = None) -> Tensor:
+    """y_r = x w_r^T + bias_r: x [M, K], the same on all ranks, w_r [N_r, K], bias_r [N_r] -> [M, N_r].
+
+    Nothing travels but the gradient of x, which is a sum over ranks.
+    """
+    dense, packed, n, isa = _checked("x", x, w, bias, group)
+    tell_flop_counters(ops.FLOPS)
+    y: Tensor = ops.replicated_matmul(x, dense, packed, bias, n, isa, group.group_name)
+    return y
+
+
+def _matmul_reduce(
     op: Op, x: Tensor, w: Weight, group: ProcessGroup, bias: Tensor | None, plan: OverlapPlan | str | None
 ) -> Tensor:
-    _check_group(group)
-    weight, packed, n, k, isa = _weight(w)
-    _check("x", x, k, weight if packed is None else packed, bias, n)
-    plain = _is_plain(x, weight, bias)
-    run = ops.run_matmul_reduce if plain else ops.matmul_reduce
-    dense, text = _untrained(weight) if plain else weight, _text(plan, op, x)
-    y: Tensor = run(x, dense, packed, bias, op.value, n, isa, group.group_name, text)
+    dense, packed, n, isa = _checked("x", x, w, bias, group)
+    text = _text(plan, op, x)
+    if _is_plain(x, dense, bias):
+        context = context_of(group)
+        return executor_for(context, x).matmul_scatter(context, op, x, _packed(w, context), bias=bias, plan=text)
+    y: Tensor = ops.matmul_reduce(x, dense, packed, bias, op.value, n, isa, group.group_name, text)
     return y
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
     plain = is_plain(*tensors)
-    if not plain and not torch.compiler.is_compiling() and dispatches_to_python():
-        from weft.overlap.torch_modes import tell_counters  # of no use to anybody else
-
-        tell_counters()
+    if not plain:
+        tell_flop_counters(ops.FLOPS)
     return plain
 
 
-def _check_group(group: object) -> None:
-    if not isinstance(group, ProcessGroup):
-        raise ValueError(
-            f"group is a {type(group).__name__}, expected a process group that this rank is in, such as "
-            "torch.distributed.group.WORLD or mesh.get_group()"
-        )
-
-
-def _untrained(weight: Tensor | None) -> Tensor | None:
+def _packed(w: Weight, context: Context) -> PackedWeight:
     """The weight as one that no gradient flows to in this call, so that its packed form is kept."""
-    return None if weight is None else weight.detach()
+    if isinstance(w, PackedWeight):
+        return w if w.source is None else PackedWeight(w.data, w.n, w.k, w.isa)
+    return context.weights.packed(w.detach())
 
 
 def _text(plan: OverlapPlan | str | None, op: Op, x: Tensor) -> str:
@@ -191,39 +244,46 @@ def _text(plan: OverlapPlan | str | None, op: Op, x: Tensor) -> str:
         return ""
     text = str(plan)
     if not torch.compiler.is_compiling():
-        check_plan(text, op, x.dtype)
+        parse_plan(text, op, x.dtype)
     return text
 
 
-def _weight(w: Weight) -> tuple[Tensor | None, Tensor | None, int, int, str]:
-    """(dense, packed, N, K, instruction set): dense where there is one, packed where the caller did that."""
+def _checked(
+    name: str, x: Tensor, w: Weight, bias: Tensor | None, group: object
+) -> tuple[Tensor | None, Tensor | None, int, str]:
+    """The weight as ops take it: dense where there is one, packed where the caller did that, N, instruction set."""
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(
+            f"group is a {type(group).__name__}, expected a process group that this rank is in, such as "
+            "torch.distributed.group.WORLD or mesh.get_group()"
+        )
     if isinstance(w, PackedWeight):
-        return w.checked_source(), w.data, w.n, w.k, w.isa
-    if w.dim() != 2:
+        dense, packed, n, k, isa, dtype = w.checked_source(), w.data, w.n, w.k, w.isa, w.dtype
+    elif w.dim() != 2:
         raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
-    return w, None, w.shape[0], w.shape[1], ""
-
-
-def _check(name: str, x: Tensor, k: int, weight: Tensor | None, bias: Tensor | None, n: int) -> None:
-    assert weight is not None
+    else:
+        dense, packed, (n, k), isa, dtype = w, None, w.shape, "", w.dtype
     if x.dim() != 2 or x.shape[1] != k:
         raise ValueError(f"{name} has shape {list(x.shape)}, expected [M, {k}] for a weight [{n}, {k}]; flatten it")
-    if x.dtype != weight.dtype or not is_supported(x.device.type, x.dtype):
+    if x.dtype != dtype or not is_supported(x.device.type, x.dtype):
         types = dtypes_on(x.device.type) or f"a device with kernels, not {x.device.type}"
-        raise ValueError(f"{name} is {x.dtype} and the weight {weight.dtype}, expected {types}, both alike")
+        raise ValueError(f"{name} is {x.dtype} and the weight {dtype}, expected {types}, both alike")
     if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype):
         raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, expected {x.dtype} [{n}] like the weight's rows")
+    return dense, packed, n, isa
 
 
 def _check_shard(rows: int, total: int, group: ProcessGroup) -> None:
-    size, rank = group.size(), group.rank()
-    step = -(-total // size)
-    expected = min(step, max(0, total - rank * step))
+    bounds, size, rank = chunk_bounds(total, group.size()), group.size(), group.rank()
+    expected = bounds[rank + 1] - bounds[rank]
     if rows != expected:
         raise ValueError(
             f"x_shard has {rows} rows, expected {expected}: rank {rank}'s part of m={total} rows after torch.chunk "
             f"over {size} ranks; give m=, the number of all rows"
         )
+
+
+# Plans ------------------------------------------------------------------------------------------------------
 
 
 def plan_overlap(

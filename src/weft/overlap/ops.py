@@ -1,123 +1,58 @@
-"""Ops whose gradients have no gradients: better an error that says so than a silent part of the truth.
-
-The custom ops: what torch's dispatcher, autograd and compiler see. `functional.py` is what users call.
-
-Those of all-to-all are in `ops_all_to_all.py`, that of a replicated input in `ops_replicated.py`.
+"""The custom ops: what torch's dispatcher, autograd, compiler and flop counters see. `api` is what users call.
 
 A group travels by its name, as in torch's functional collectives. A weight is `w`, dense, or `packed`, with the dense
-one beside it when a gradient is wanted. Each backward is an op of its own, so that it overlaps when compiled too. The
-`run_` functions are the same without torch's dispatcher, which has nothing to add where no gradient is wanted.
-
-The custom ops of `matmul_all_to_all`; see `ops.py`.
-
-A column-parallel matmul whose input all ranks hold: nothing to gather, but its gradient is a sum over ranks.
-
-replicated_matmul   x [M, K] the same on all ranks, w_r [N_r, K], b_r [N_r]   -> y_r [M, N_r]
-    forward   y_r = x w_r^T + b_r
-    dgrad     dx = all_reduce(dy_r w_r)                              a matmul_all_reduce
-    wgrad     dw_r = dy_r^T x,  db_r = sum of rows of dy_r           while dx travels
+one beside it when a gradient is wanted. Each backward is an op of its own, so that it overlaps when compiled too; it
+has no gradient itself, and says so. Inside an op autocast is off: `api` has chosen the types by then. The shapes and
+the equations head `api`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from weft._torch import group_by_name, op_name
 from weft.kernels import PackedWeight
 from weft.kernels.matmul import product
 from weft.overlap.blocks import chunk_bounds
-from weft.overlap.executor import calls
-from weft.overlap.executor.calls import executor_for
+from weft.overlap.executor.call import executor_for, multiply
 from weft.overlap.executor.context import Context, context_by_name
 from weft.overlap.executor.resources import pack
 from weft.overlap.plan import Op
-from weft.overlap.torch_modes import cast_inputs, without_autocast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def refuse_second_order(op: Any) -> None:
-    """Makes a backward op say what is missing when someone asks for the gradient of a gradient."""
+def without_autocast(kernel: F) -> F:
+    """The body of an op whose types have been chosen: torch's ops in it compute in the types of their inputs."""
 
-    def refuse(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError(
-            f"gradients of gradients through {op_name(op)} are not defined; leave out create_graph=True, or keep the "
-            "overlapped op out of what is differentiated twice"
-        )
+    @wraps(kernel)
+    def run(first: Tensor, *rest: Any, **options: Any) -> Any:
+        if not torch.is_autocast_enabled(first.device.type):
+            return kernel(first, *rest, **options)
+        with torch.autocast(first.device.type, enabled=False):
+            return kernel(first, *rest, **options)
 
-    op.register_autograd(refuse)
-
-
-def packed_weight(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> PackedWeight:
-    if packed is not None:
-        return PackedWeight(packed, n, k, isa)
-    assert w is not None
-    return context.weights.packed(w)
-
-
-def transposed_weight(
-    context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str
-) -> PackedWeight:
-    """The transposed weight [K, N], which input gradients are multiplied with.
-
-    Whoever packs by hand may have reasons to: then nothing is kept here either.
-    """
-    if packed is None:
-        assert w is not None
-        return context.weights.packed(w, transposed=True)
-    return pack((PackedWeight(packed, n, k, isa).to_dense() if w is None else w.detach()).t())
-
-
-def column_gradients(
-    op: Op, dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None,
-    isa: str, group_name: str, needs_x: bool, needs_w: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of a column-parallel matmul: dx = op(dy w), and dw = dy^T x, made while dx travels; empty where not needed."""
-    context = context_by_name(group_name)
-    n, k = dy.shape[1], x.shape[1]
-    dw: list[Tensor] = []
-
-    def weight_gradient() -> None:
-        if needs_w:
-            dw.append(product(dy.t(), x.t()))
-
-    if not needs_x:
-        weight_gradient()
-        dx = dy.new_empty(0, k)
-    elif context.size == 1:
-        dx = calls.alone(dy, transposed_weight(context, w, packed, n, k, isa), None)
-        weight_gradient()
-    else:
-        weight = transposed_weight(context, w, packed, n, k, isa)
-        dx = executor_for(dy).matmul_scatter(context, op, dy, weight, bias=None, meanwhile=weight_gradient)
-    return dx, dw[0] if dw else dy.new_empty(0, k)
-
-
-def _shard_rows(m: int, group_name: str) -> int:
-    """The rows of this rank, also while compiling, where there is no context."""
-    pg = group_by_name(group_name)
-    bounds = chunk_bounds(m, pg.size())
-    return bounds[pg.rank() + 1] - bounds[pg.rank()]
+    return run  # type: ignore[return-value]
 
 
 # all_gather_matmul ------------------------------------------------------------------------------------------
 
 
+@torch.library.custom_op("weft::all_gather_matmul", mutates_args=())
 @without_autocast
-def run_all_gather_matmul(
+def all_gather_matmul(
     x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None,
     m: int, n: int, isa: str, group_name: str, plan: str, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     context = context_by_name(group_name)
-    weight = packed_weight(context, w, packed, n, x.shape[1], isa)
-    if context.size == 1:
-        return calls.alone(x, weight, bias), x.clone() if keep else x.new_empty(0, x.shape[1])
-    return executor_for(x).gather_matmul(context, x, weight, m=m, bias=bias, plan=plan, keep=keep)
-
-
-all_gather_matmul = torch.library.custom_op("weft::all_gather_matmul", run_all_gather_matmul, mutates_args=())
+    weight = _packed(context, w, packed, n, x.shape[1], isa)
+    y, gathered = executor_for(context, x).gather_matmul(context, x, weight, m=m, bias=bias, plan=plan, keep=keep)
+    return y, gathered.clone() if gathered is x else gathered  # an op's result is its own memory
 
 
 @all_gather_matmul.register_fake
@@ -132,14 +67,12 @@ def all_gather_matmul_backward(
     isa: str, group_name: str, needs_x: bool, needs_w: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx_shard = reduce_scatter(dy w), dw = dy^T x, which is computed while the last of dx travels."""
-    return column_gradients(Op.REDUCE_SCATTER, dy, gathered, w, packed, isa, group_name, needs_x, needs_w)
+    return _column_gradients(Op.REDUCE_SCATTER, dy, gathered, w, packed, isa, group_name, needs_x, needs_w)
 
 
 @all_gather_matmul_backward.register_fake
 def _(dy, gathered, w, packed, isa, group_name, needs_x, needs_w):  # type: ignore[no-untyped-def]
-    k = gathered.shape[1]
-    rows = _shard_rows(dy.shape[0], group_name) if needs_x else 0
-    return dy.new_empty(rows, k), dy.new_empty(dy.shape[1] if needs_w else 0, k)
+    return _fake_gradients(dy, gathered, _shard_rows(dy.shape[0], group_name) if needs_x else 0, needs_w)
 
 
 def _gather_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -152,34 +85,75 @@ def _gather_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _gather_backward(ctx, dy: Tensor | None, _):  # type: ignore[no-untyped-def]
     if dy is None:
         return (None,) * 10
-    gathered, w, packed = ctx.saved_tensors
-    needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
+    needs_x, needs_w, *_ = ctx.needs_input_grad
     dx = dw = None
     if needs_x or needs_w:
-        dx, dw = all_gather_matmul_backward(dy, gathered, w, packed, ctx.isa, ctx.group_name, needs_x, needs_w)
-    db = dy.sum(0) if needs_bias else None
-    return dx if needs_x else None, dw if needs_w else None, None, db, *(None,) * 6
+        dx, dw = all_gather_matmul_backward(dy, *ctx.saved_tensors, ctx.isa, ctx.group_name, needs_x, needs_w)
+    return _wanted(ctx, dy, dx, dw, others=6)
 
 
 all_gather_matmul.register_autograd(_gather_backward, setup_context=_gather_setup)
 
 
+# replicated_matmul ------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("weft::replicated_matmul", mutates_args=())
+@without_autocast
+def replicated_matmul(
+    x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None, n: int, isa: str, group_name: str
+) -> Tensor:
+    return multiply(x, _packed(context_by_name(group_name), w, packed, n, x.shape[1], isa), bias)
+
+
+@replicated_matmul.register_fake
+def _(x, w, packed, bias, n, isa, group_name):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], n)
+
+
+@torch.library.custom_op("weft::replicated_matmul_backward", mutates_args=())
+@without_autocast
+def replicated_matmul_backward(
+    dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None,
+    isa: str, group_name: str, needs_x: bool, needs_w: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx = all_reduce(dy w), dw = dy^T x, which is computed while the last of dx travels."""
+    return _column_gradients(Op.ALL_REDUCE, dy, x, w, packed, isa, group_name, needs_x, needs_w)
+
+
+@replicated_matmul_backward.register_fake
+def _(dy, x, w, packed, isa, group_name, needs_x, needs_w):  # type: ignore[no-untyped-def]
+    return _fake_gradients(dy, x, x.shape[0] if needs_x else 0, needs_w)
+
+
+def _replicated_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, w, packed, _, _, ctx.isa, ctx.group_name = inputs
+    ctx.save_for_backward(x, w, packed)
+
+
+def _replicated_backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+    needs_x, needs_w, *_ = ctx.needs_input_grad
+    dx = dw = None
+    if needs_x or needs_w:
+        dx, dw = replicated_matmul_backward(dy, *ctx.saved_tensors, ctx.isa, ctx.group_name, needs_x, needs_w)
+    return _wanted(ctx, dy, dx, dw, others=3)
+
+
+replicated_matmul.register_autograd(_replicated_backward, setup_context=_replicated_setup)
+
+
 # matmul_reduce_scatter, matmul_all_reduce -------------------------------------------------------------------
 
 
+@torch.library.custom_op("weft::matmul_reduce", mutates_args=())
 @without_autocast
-def run_matmul_reduce(
+def matmul_reduce(
     x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None,
     op: str, n: int, isa: str, group_name: str, plan: str,
 ) -> Tensor:  # fmt: skip
     context = context_by_name(group_name)
-    weight = packed_weight(context, w, packed, n, x.shape[1], isa)
-    if context.size == 1:
-        return calls.alone(x, weight, bias)
-    return executor_for(x).matmul_scatter(context, Op(op), x, weight, bias=bias, plan=plan)
-
-
-matmul_reduce = torch.library.custom_op("weft::matmul_reduce", run_matmul_reduce, mutates_args=())
+    weight = _packed(context, w, packed, n, x.shape[1], isa)
+    return executor_for(context, x).matmul_scatter(context, Op(op), x, weight, bias=bias, plan=plan)
 
 
 @matmul_reduce.register_fake
@@ -194,18 +168,15 @@ def matmul_reduce_scatter_backward(
 ) -> tuple[Tensor, Tensor]:
     """dx = all_gather(dy_shard) w, dw = all_gather(dy_shard)^T x."""
     context = context_by_name(group_name)
-    m, k, n = x.shape[0], x.shape[1], dy.shape[1]
-    weight = transposed_weight(context, w, packed, n, k, isa)
-    if context.size == 1:
-        dx, gathered = calls.alone(dy, weight, None), dy
-    else:
-        dx, gathered = executor_for(dy).gather_matmul(context, dy, weight, m=m, bias=None, plan="", keep=needs_w)
-    return dx, product(gathered.t(), x.t()) if needs_w else dy.new_empty(0, k)
+    weight = _transposed(context, w, packed, dy.shape[1], x.shape[1], isa)
+    executor = executor_for(context, dy)
+    dx, gathered = executor.gather_matmul(context, dy, weight, m=x.shape[0], bias=None, plan="", keep=needs_w)
+    return dx, product(gathered.t(), x.t()) if needs_w else dy.new_empty(0, x.shape[1])
 
 
 @matmul_reduce_scatter_backward.register_fake
 def _(dy, x, w, packed, isa, group_name, needs_w):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x), dy.new_empty(dy.shape[1] if needs_w else 0, x.shape[1])
+    return _fake_gradients(dy, x, x.shape[0], needs_w)
 
 
 @torch.library.custom_op("weft::matmul_all_reduce_backward", mutates_args=())
@@ -214,25 +185,17 @@ def matmul_all_reduce_backward(
     dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, isa: str, needs_x: bool, needs_w: bool
 ) -> tuple[Tensor, Tensor]:
     """dx = dy w, dw = dy^T x: dy is the same on all ranks, so there is nothing to communicate."""
-    k = x.shape[1]
-    dx, dw = dy.new_empty(0, k), dy.new_empty(0, k)
+    dx, dw = dy.new_empty(0, x.shape[1]), dy.new_empty(0, x.shape[1])
     if needs_x:
-        dense = PackedWeight(_given(packed), dy.shape[1], k, isa).to_dense() if w is None else w.detach()
-        dx = product(dy, dense.t())
+        dx = product(dy, _dense(w, packed, dy.shape[1], x.shape[1], isa).t())
     if needs_w:
         dw = product(dy.t(), x.t())
     return dx, dw
 
 
-def _given(packed: Tensor | None) -> Tensor:
-    assert packed is not None
-    return packed
-
-
 @matmul_all_reduce_backward.register_fake
 def _(dy, x, w, packed, isa, needs_x, needs_w):  # type: ignore[no-untyped-def]
-    k = x.shape[1]
-    return dy.new_empty(x.shape[0] if needs_x else 0, k), dy.new_empty(dy.shape[1] if needs_w else 0, k)
+    return _fake_gradients(dy, x, x.shape[0] if needs_x else 0, needs_w)
 
 
 def _reduce_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -241,41 +204,40 @@ def _reduce_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _reduce_backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-    x, w, packed = ctx.saved_tensors
-    needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
+    needs_x, needs_w, *_ = ctx.needs_input_grad
     dx = dw = None
     if needs_x or needs_w:
         if ctx.op == Op.ALL_REDUCE.value:
-            dx, dw = matmul_all_reduce_backward(dy, x, w, packed, ctx.isa, needs_x, needs_w)
+            dx, dw = matmul_all_reduce_backward(dy, *ctx.saved_tensors, ctx.isa, needs_x, needs_w)
         else:
-            dx, dw = matmul_reduce_scatter_backward(dy, x, w, packed, ctx.isa, ctx.group_name, needs_w)
-    db = dy.sum(0) if needs_bias else None
-    return dx if needs_x else None, dw if needs_w else None, None, db, *(None,) * 5
+            dx, dw = matmul_reduce_scatter_backward(dy, *ctx.saved_tensors, ctx.isa, ctx.group_name, needs_w)
+    return _wanted(ctx, dy, dx, dw, others=5)
 
 
 matmul_reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 
-for _op in (all_gather_matmul_backward, matmul_reduce_scatter_backward, matmul_all_reduce_backward):
-    refuse_second_order(_op)
+
+# matmul_all_to_all ------------------------------------------------------------------------------------------
 
 
+@torch.library.custom_op("weft::matmul_all_to_all", mutates_args=())
 @without_autocast
-def run_matmul_all_to_all(
+def matmul_all_to_all(
     x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None, destinations: Tensor,
     rows: int, n: int, isa: str, group_name: str, plan: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     context = context_by_name(group_name)
-    weight = packed_weight(context, w, packed, n, x.shape[1], isa)
-    if context.size == 1:
-        return calls.alone(x, weight, bias), torch.tensor([[x.shape[0]]])
-    executor = executor_for(x)
+    weight = _packed(context, w, packed, n, x.shape[1], isa)
+    executor = executor_for(context, x)
     y, counts = executor.matmul_scatter_rows(context, x, weight, destinations, bias=bias, plan=plan)
-    if rows >= 0 and y.shape[0] != rows:
-        raise ValueError(f"rows={rows} rows were promised to rank {context.rank}, but {y.shape[0]} came")
+    check_promise(rows, y, context.rank)
     return y, counts
 
 
-matmul_all_to_all = torch.library.custom_op("weft::matmul_all_to_all", run_matmul_all_to_all, mutates_args=())
+def check_promise(rows: int, y: Tensor, rank: int) -> None:
+    """Whether as many rows came as the caller said; -1 promises nothing."""
+    if rows >= 0 and y.shape[0] != rows:
+        raise ValueError(f"rows={rows} rows were promised to rank {rank}, but {y.shape[0]} came")
 
 
 @matmul_all_to_all.register_fake
@@ -294,10 +256,8 @@ def matmul_all_to_all_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dz = the rows of dy, back on the ranks that they came from; dx = dz w, dw = dz^T x, db = sum of dz."""
     context = context_by_name(group_name)
-    weight = transposed_weight(context, w, packed, dy.shape[1], x.shape[1], isa)
-    if context.size == 1:
-        return calls.alone(dy, weight, None), product(dy.t(), x.t()), dy.sum(0)
-    sorted_dx, dz = executor_for(dy).gather_rows_matmul(context, dy, weight, counts)
+    weight = _transposed(context, w, packed, dy.shape[1], x.shape[1], isa)
+    sorted_dx, dz = executor_for(context, dy).gather_rows_matmul(context, dy, weight, counts)
     order = torch.argsort(destinations, stable=True)
     dx = torch.empty_like(x)
     dx[order] = sorted_dx
@@ -322,62 +282,116 @@ def _all_to_all_backward(ctx, dy: Tensor, _):  # type: ignore[no-untyped-def]
 
 
 matmul_all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_setup)
-refuse_second_order(matmul_all_to_all_backward)
 
 
-@cast_inputs
-def replicated_matmul(
-    x: Tensor, w: Tensor | PackedWeight, *, group: ProcessGroup, bias: Tensor | None = None
-) -> Tensor:
-    """y_r = x w_r^T + bias_r: x [M, K], w_r [N_r, K], bias_r [N_r] -> [M, N_r]."""
-    weight, packed, isa = (w.checked_source(), w.data, w.isa) if isinstance(w, PackedWeight) else (w, None, "")
-    n = w.n if isinstance(w, PackedWeight) else w.shape[0]
-    y: Tensor = replicated(x, weight, packed, bias, n, isa, group.group_name)
-    return y
+# What they share --------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("weft::replicated_matmul", mutates_args=())
-@without_autocast
-def replicated(
-    x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None, n: int, isa: str, group_name: str
-) -> Tensor:
-    return calls.alone(x, packed_weight(context_by_name(group_name), w, packed, n, x.shape[1], isa), bias)
+def _packed(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> PackedWeight:
+    if packed is not None:
+        return PackedWeight(packed, n, k, isa)
+    assert w is not None
+    return context.weights.packed(w)
 
 
-@replicated.register_fake
-def _(x, w, packed, bias, n, isa, group_name):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], n)
+def _transposed(context: Context, w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> PackedWeight:
+    """The transposed weight [K, N], which input gradients are multiplied with.
+
+    Whoever packs by hand may have reasons to: then nothing is kept here either.
+    """
+    if packed is None:
+        assert w is not None
+        return context.weights.packed(w, transposed=True)
+    return pack(_dense(w, packed, n, k, isa).t())
 
 
-@torch.library.custom_op("weft::replicated_matmul_backward", mutates_args=())
-@without_autocast
-def replicated_backward(
-    dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None,
+def _dense(w: Tensor | None, packed: Tensor | None, n: int, k: int, isa: str) -> Tensor:
+    if w is not None:
+        return w.detach()
+    assert packed is not None
+    return PackedWeight(packed, n, k, isa).to_dense()
+
+
+def _column_gradients(
+    op: Op, dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None,
     isa: str, group_name: str, needs_x: bool, needs_w: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return column_gradients(Op.ALL_REDUCE, dy, x, w, packed, isa, group_name, needs_x, needs_w)
+    """Of a column-parallel matmul: dx = op(dy w), and dw = dy^T x, made while dx travels; empty where not needed."""
+    context, k = context_by_name(group_name), x.shape[1]
+    dw: list[Tensor] = []
+
+    def weight_gradient() -> None:
+        if needs_w:
+            dw.append(product(dy.t(), x.t()))
+
+    if needs_x:
+        weight = _transposed(context, w, packed, dy.shape[1], k, isa)
+        dx = executor_for(context, dy).matmul_scatter(context, op, dy, weight, bias=None, meanwhile=weight_gradient)
+    else:
+        weight_gradient()
+        dx = dy.new_empty(0, k)
+    return dx, dw[0] if dw else dy.new_empty(0, k)
 
 
-@replicated_backward.register_fake
-def _(dy, x, w, packed, isa, group_name, needs_x, needs_w):  # type: ignore[no-untyped-def]
+def _shard_rows(m: int, group_name: str) -> int:
+    """The rows of this rank, also while compiling, where there is no context."""
+    pg = group_by_name(group_name)
+    bounds = chunk_bounds(m, pg.size())
+    return bounds[pg.rank() + 1] - bounds[pg.rank()]
+
+
+def _fake_gradients(dy, x, rows: int, needs_w: bool):  # type: ignore[no-untyped-def]
+    """dx [rows, K], and dw [N, K] or nothing."""
     k = x.shape[1]
-    return dy.new_empty(x.shape[0] if needs_x else 0, k), dy.new_empty(dy.shape[1] if needs_w else 0, k)
+    return dy.new_empty(rows, k), dy.new_empty(dy.shape[1] if needs_w else 0, k)
 
 
-def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, w, packed, _, _, ctx.isa, ctx.group_name = inputs
-    ctx.save_for_backward(x, w, packed)
-
-
-def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-    x, w, packed = ctx.saved_tensors
+def _wanted(ctx, dy: Tensor, dx: Tensor | None, dw: Tensor | None, *, others: int):  # type: ignore[no-untyped-def]
+    """The gradients of x, w, packed, bias and `others` inputs, None where there is none or nobody wants it."""
     needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
-    dx = dw = None
-    if needs_x or needs_w:
-        dx, dw = replicated_backward(dy, x, w, packed, ctx.isa, ctx.group_name, needs_x, needs_w)
     db = dy.sum(0) if needs_bias else None
-    return dx if needs_x else None, dw if needs_w else None, None, db, None, None, None
+    return dx if needs_x else None, dw if needs_w else None, None, db, *(None,) * others
 
 
-replicated.register_autograd(_backward, setup_context=_setup)
-refuse_second_order(replicated_backward)
+def _refuse_second_order(op: Any) -> None:
+    """Makes a backward op say what is missing when someone asks for the gradient of a gradient."""
+
+    def refuse(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(
+            f"gradients of gradients through {op_name(op)} are not defined; leave out create_graph=True, or keep the "
+            "overlapped op out of what is differentiated twice"
+        )
+
+    op.register_autograd(refuse)
+
+
+for _op in (
+    all_gather_matmul_backward,
+    replicated_matmul_backward,
+    matmul_reduce_scatter_backward,
+    matmul_all_reduce_backward,
+    matmul_all_to_all_backward,
+):
+    _refuse_second_order(_op)
+
+
+def _column_flops(dy: Tensor, x: Tensor, *rest: Any, **_: Any) -> int:
+    """dx = dy w and dw = dy^T x, of those that are wanted."""
+    return (bool(rest[-2]) + bool(rest[-1])) * 2 * dy.numel() * x.shape[1]
+
+
+# For torch's FlopCounterMode: the flops of this rank's matmuls, without sums.
+FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.weft.all_gather_matmul: lambda x, w, p, b, m, n, *_, **__: 2 * m * n * x.shape[1],
+    torch.ops.weft.all_gather_matmul_backward: _column_flops,
+    torch.ops.weft.replicated_matmul: lambda x, w, p, b, n, *_, **__: 2 * x.numel() * n,
+    torch.ops.weft.replicated_matmul_backward: _column_flops,
+    torch.ops.weft.matmul_reduce: lambda x, w, p, b, op, n, *_, **__: 2 * x.numel() * n,
+    # DY [M, N] is gathered from dy: dx = DY w, and dw = DY^T x if it is wanted.
+    torch.ops.weft.matmul_reduce_scatter_backward: lambda dy, x, *rest, **__: (
+        (1 + bool(rest[-1])) * 2 * x.numel() * dy.shape[1]
+    ),
+    torch.ops.weft.matmul_all_reduce_backward: _column_flops,
+    torch.ops.weft.matmul_all_to_all: lambda x, w, p, b, to, rows, n, *_, **__: 2 * x.numel() * n,
+    torch.ops.weft.matmul_all_to_all_backward: lambda dy, x, *_, **__: 4 * x.numel() * dy.shape[1],
+}

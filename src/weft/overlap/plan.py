@@ -16,7 +16,7 @@ from weft.kernels.tiles import Tiling
 from weft.overlap.blocks import Axis, Cut, Topology, chunk_bounds, cut_cols, cut_rows, rows_by_destination
 
 if TYPE_CHECKING:
-    from weft.overlap.predict import Curves
+    from weft.overlap.speeds import Curves
     from weft.timeline import Timeline
 
 
@@ -144,7 +144,7 @@ class OverlapPlan:
 
     def simulate(self, curves: Curves) -> Timeline:
         """What will happen when, on every rank."""
-        from weft.overlap.simulate import simulate
+        from weft.overlap.simulate import simulate  # which is built on plans
 
         return simulate(self, curves)
 

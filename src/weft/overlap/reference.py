@@ -1,6 +1,6 @@
 """The ops in plain torch: the matmul, then the collective. What they compute, without any overlap.
 
-Same arguments, shapes and gradients as the ops in `ops.py`. Values agree closely, not to the bit: torch's matmul sums
+Same arguments, shapes and gradients as the ops in `api`. Values agree closely, not to the bit: torch's matmul sums
 in another order. Torch's own collectives want even shards, so these send uneven ones rank to rank.
 """
 

@@ -1,27 +1,159 @@
-"""Better than the recurrence: the plans that it proposes, simulated, and the best of them improved step by step.
+"""How large are the groups of a matmul? From shapes and speeds to a plan. Pure: no group, no device, no environment.
 
-The recurrence sees one host's card and knows no second step; a simulation runs the programs of all ranks. It also costs
-a thousand times as much, so that it judges a few dozen plans: the best proposals, then the neighbours of the best one
-(a border moved, two groups merged, a group halved) as long as one of them is better.
+`choose_plan` tries a few tilings and axes. For each, a recurrence proposes group sizes; simulations of the programs of
+all ranks then decide, and the best plan is improved step by step.
 
-From shapes and curves to a plan. Pure: no group, no device, no environment.
+*The recurrence* is FlashOverlap's, solved exactly. The work is a row of *units* in the order of computing; unit t takes
+seconds to compute and then bytes to send. A group is a run of units that is sent at once, when its last unit is
+computed and the group before it is out:
+
+    out = max(computed, out) + wire(bytes of the group)
+
+where `computed` also counts the CPU that the messages of earlier groups have taken. `out` after a prefix of units grows
+with `out` after any shorter prefix, so the best way to cut a prefix is made of best ways to cut shorter ones: a dynamic
+program over all O(T^2) groups finds the optimum that the paper's pruned search only approaches. For an input that
+travels time runs backwards: the last chunk to arrive takes the place of the first group to leave.
+
+*The simulation* sees all hosts' cards and both steps of a sum, and costs a thousand times as much. So it judges a few
+dozen plans: the best proposals, then the neighbours of the best one (a border moved, two groups merged, a group halved)
+as long as one of them is better.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, combinations, pairwise
 
 from weft.overlap.blocks import Axis, Topology
 from weft.overlap.plan import Op, OverlapPlan, Transport
-from weft.overlap.predict import Curves, best_groups, bound, partitions, predict, work_of
 from weft.overlap.simulate import simulate
+from weft.overlap.speeds import Curves, Work, work_of
 
+# A plan must promise this much over the sequential one: less is within the error of prediction.
+_WORTH = 0.985
+_TILE_N = 512
 # Simulations for one plan; each takes a few milliseconds for 4 ranks, and grows with their number.
-TRIES = 64
+_TRIES = 64
 _FEW_UNITS = 4
 _EVEN = (1, 2, 4, 8, 16)
 _BETTER = 0.999
+
+
+def choose_plan(
+    op: Op | str,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    dtype: str,
+    hosts: Sequence[int],
+    curves: Curves,
+    transport: Transport = Transport.WINDOWS,
+) -> OverlapPlan:
+    """The predicted best plan for [m, k] x [n, k]^T on each of the ranks that `hosts` lists.
+
+    m counts all rows (for all-to-all, those of one rank); n and k are what one rank computes with.
+
+    >>> from weft.overlap.speeds import Curve
+    >>> curves = Curves(Curve.of_link(bytes_per_second=1e8, latency=2e-4), 8e10, 1e10, 2e-10, 1e-4)
+    >>> plan = choose_plan("matmul_reduce_scatter", 2048, 3072, 768, dtype="float32", hosts=(0, 1), curves=curves)
+    >>> plan.sequential
+    False
+    """
+    base = OverlapPlan(Op(op), m, n, k, dtype, tuple(hosts), transport, tile_n=min(_TILE_N, _round_up(n, 32)))
+    return ranked_plans(base, curves)[0]
+
+
+def choose_sequential(
+    op: Op | str, m: int, n: int, k: int, *, dtype: str, hosts: Sequence[int], curves: Curves
+) -> OverlapPlan:
+    """The predicted best plan that computes first and communicates then, or the other way round."""
+    base = OverlapPlan(Op(op), m, n, k, dtype, tuple(hosts), tile_n=min(_TILE_N, _round_up(n, 32)))
+    return next(replace(p, reason="overlap is off") for p in ranked_plans(base, curves) if p.sequential)
+
+
+def ranked_plans(base: OverlapPlan, curves: Curves) -> list[OverlapPlan]:
+    """Candidates from the best predicted one on, each with its reason; the sequential plan is always among them.
+
+    The recurrence proposes, simulations decide: `predicted` is what a simulation says.
+    """
+    if Topology(base.hosts).count == 1 and base.transport is Transport.WINDOWS:
+        return _without_wire(base, predict_plan(replace(base, groups=()), curves).sequential)
+    shapes = list(_shapes(base))
+    seconds, sequential = min(
+        ((simulated_seconds(plan, curves), plan) for plan in (replace(s, groups=()) for s in (base, *shapes))),
+        key=lambda pair: pair[0],
+    )
+    found = []
+    for predicted, plan in refine(_proposals(shapes, curves), curves):
+        why = f"{predicted * 1e3:.3g} ms predicted, {seconds * 1e3:.3g} ms sequentially"
+        found.append(replace(plan, predicted=predicted, reason=why))
+    why_not = "there is nothing to overlap" if not found else (
+        f"overlap would take {(found[0].predicted or 0.0) * 1e3:.3g} ms, {seconds * 1e3:.3g} ms without"
+    )  # fmt: skip
+    sequential = replace(sequential, predicted=seconds, reason=why_not)
+    worth = [p for p in found if (p.predicted or 0.0) < _WORTH * seconds]
+    return [*worth, sequential, *(p for p in found if p not in worth)]
+
+
+def _shapes(base: OverlapPlan) -> Iterator[OverlapPlan]:
+    """Tiles and axes to try: rows where there are enough, columns where there are few."""
+    shard = base.shard_bounds[1]
+    for tile_m in (24, 48, 96):
+        if tile_m <= max(shard, 24):
+            yield replace(base, axis=Axis.ROWS, tile_m=tile_m)
+    if not base.op.gathers and base.m <= 1024:
+        for tile_n in (128, 256):
+            if base.n > tile_n:
+                yield replace(base, axis=Axis.COLS, tile_m=min(base.m, 144) or 1, tile_n=tile_n)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return max(multiple, -(-n // multiple) * multiple)
+
+
+def _without_wire(base: OverlapPlan, seconds: float) -> list[OverlapPlan]:
+    """Ranks of one host read each other's memory in place: whole blocks, nothing to balance against a wire."""
+    if base.size == 1:
+        return [replace(base, groups=(), predicted=seconds, reason="there is only one rank")]
+    shared = replace(base, groups=(1,), predicted=seconds, reason="the ranks share memory: rows are read in place")
+    return [shared, replace(base, groups=(), predicted=seconds, reason="after the matmul, through shared memory")]
+
+
+def _proposals(shapes: Sequence[OverlapPlan], curves: Curves) -> list[tuple[OverlapPlan, int]]:
+    """The recurrence's best partition of each shape and its number of units, the best predicted one first."""
+    found = []
+    for shape in shapes:
+        work = work_of(shape, curves)
+        # A single chunk that is received still hides behind the rows that are there.
+        if work.units and any(work.nbytes) and (work.units > 1 or shape.op.gathers):
+            groups = best_groups(work, curves)
+            found.append((predict(work, groups, curves), replace(shape, groups=groups), work.units))
+    found.sort(key=lambda proposal: proposal[0])
+    return [(plan, units) for _, plan, units in found]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a plan's matmul alone, of all its bytes as one message, sequentially, overlapped, and the bound."""
+
+    matmul: float
+    wire: float
+    sequential: float
+    overlapped: float
+    bound: float
+
+
+def predict_plan(plan: OverlapPlan, curves: Curves) -> Prediction:
+    """What simulations say of a plan, and of the same plan without overlap."""
+    work = work_of(plan, curves)
+    sequential = simulated_seconds(replace(plan, groups=()), curves)
+    overlapped = sequential if plan.sequential else simulated_seconds(plan, curves)
+    return Prediction(work.compute, curves.wire(sum(work.nbytes)), sequential, overlapped, bound(work, curves))
+
+
+# Simulations decide ---------------------------------------------------------------------------------------
 
 
 def simulated_seconds(plan: OverlapPlan, curves: Curves) -> float:
@@ -34,7 +166,7 @@ def refine(proposals: Sequence[tuple[OverlapPlan, int]], curves: Curves) -> list
     """Plans with their seconds, the best first. A proposal comes with the number of its units, best proposals first."""
     if not proposals:
         return []
-    tries = max(8, TRIES * 4 // max(4, proposals[0][0].size))
+    tries = max(8, _TRIES * 4 // max(4, proposals[0][0].size))
     judged: dict[OverlapPlan, float] = {}
 
     def judge(plan: OverlapPlan) -> float:
@@ -105,119 +237,91 @@ def neighbours(groups: tuple[int, ...], units: int) -> Iterator[tuple[int, ...]]
                 yield (*groups[:i], left + step, right - step, *groups[i + 2 :])
 
 
-# A plan must promise this much over the sequential one: less is within the error of prediction.
-_WORTH = 0.985
-_TILE_N = 512
+# The recurrence -------------------------------------------------------------------------------------------
 
 
-def choose_plan(
-    op: Op | str,
-    m: int,
-    n: int,
-    k: int,
-    *,
-    dtype: str,
-    hosts: Sequence[int],
-    curves: Curves,
-    transport: Transport = Transport.WINDOWS,
-) -> OverlapPlan:
-    """The predicted best plan for [m, k] x [n, k]^T on each of the ranks that `hosts` lists.
+def best_groups(work: Work, curves: Curves) -> tuple[int, ...]:
+    """The group sizes with the earliest end, exactly; O(T^2).
 
-    m counts all rows (for all-to-all, those of one rank); n and k are what one rank computes with.
-
-    >>> from weft.overlap.predict import Curve
-    >>> curves = Curves(Curve.of_link(bytes_per_second=1e8, latency=2e-4), 8e10, 1e10, 2e-10, 1e-4)
-    >>> plan = choose_plan("matmul_reduce_scatter", 2048, 3072, 768, dtype="float32", hosts=(0, 1), curves=curves)
-    >>> plan.sequential
-    False
+    A prefix is best when its last message is out earliest. Only the whole is judged by its end, which also counts the
+    CPU that all messages but the last have taken.
     """
-    base = OverlapPlan(Op(op), m, n, k, dtype, tuple(hosts), transport, tile_n=min(_TILE_N, _round_up(n, 32)))
-    return ranked_plans(base, curves)[0]
+    prefix = _Prefix(work, curves)
+    best = [0.0] + [float("inf")] * work.units
+    came_from = [0] * (work.units + 1)
+    for end in range(1, work.units + 1):
+        for start in range(end):
+            out = prefix.sent(best[start], start, end)
+            if end == work.units:
+                out = prefix.total(out, start)
+            if out < best[end]:
+                best[end], came_from[end] = out, start
+    sizes = []
+    end = work.units
+    while end:
+        sizes.append(end - came_from[end])
+        end = came_from[end]
+    return tuple(sizes) if work.backwards else tuple(sizes[::-1])
 
 
-def choose_sequential(
-    op: Op | str, m: int, n: int, k: int, *, dtype: str, hosts: Sequence[int], curves: Curves
-) -> OverlapPlan:
-    """The predicted best plan that computes first and communicates then, or the other way round."""
-    base = OverlapPlan(Op(op), m, n, k, dtype, tuple(hosts), tile_n=min(_TILE_N, _round_up(n, 32)))
-    return next(replace(p, reason="overlap is off") for p in ranked_plans(base, curves) if p.sequential)
+def predict(work: Work, groups: Sequence[int], curves: Curves) -> float:
+    """Seconds with these group sizes, which add up to the number of units."""
+    if sum(groups) != work.units or any(size < 1 for size in groups):
+        raise ValueError(f"groups are {tuple(groups)}, expected sizes of at least 1 that add up to {work.units}")
+    prefix = _Prefix(work, curves)
+    out, ends = 0.0, list(accumulate(groups[::-1] if work.backwards else groups))
+    for start, end in pairwise([0, *ends]):
+        out = prefix.sent(out, start, end)
+    return prefix.total(out, ends[-2] if len(ends) > 1 else 0)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Seconds of a plan's matmul alone, of all its bytes as one message, sequentially, overlapped, and the bound."""
-
-    matmul: float
-    wire: float
-    sequential: float
-    overlapped: float
-    bound: float
+def predict_sequential(work: Work, curves: Curves) -> float:
+    """Everything computed, then everything sent; or the other way round."""
+    return curves.call_overhead + work.compute + curves.wire(sum(work.nbytes)) + curves.cpu_per_message + work.after
 
 
-def predict_plan(plan: OverlapPlan, curves: Curves) -> Prediction:
-    """What simulations say of a plan, and of the same plan without overlap."""
-    work = work_of(plan, curves)
-    sequential = simulated_seconds(replace(plan, groups=()), curves)
-    overlapped = sequential if plan.sequential else simulated_seconds(plan, curves)
-    return Prediction(work.compute, curves.wire(sum(work.nbytes)), sequential, overlapped, bound(work, curves))
+def bound(work: Work, curves: Curves) -> float:
+    """No plan is faster: all computing, or all bytes as one message; and what cannot be hidden of either."""
+    return max(work.compute, curves.wire(sum(work.nbytes)))
 
 
-def ranked_plans(base: OverlapPlan, curves: Curves) -> list[OverlapPlan]:
-    """Candidates from the best predicted one on, each with its reason; the sequential plan is always among them.
+class _Prefix:
+    """Sums over prefixes of the units, from the end when time runs backwards."""
 
-    The recurrence proposes, simulations decide: `predicted` is what a simulation says.
+    def __init__(self, work: Work, curves: Curves) -> None:
+        seconds, nbytes = work.seconds, work.nbytes
+        if work.backwards:
+            seconds, nbytes = seconds[::-1], nbytes[::-1]
+        self.work, self.curves = work, curves
+        self.seconds = [0.0, *accumulate(seconds)]
+        self.nbytes = [0.0, *accumulate(nbytes)]
+        # Computing that comes before any message goes to the far end when time runs backwards.
+        self.head = 0.0 if work.backwards else work.before
+
+    def computed(self, start: int, end: int) -> float:
+        """When units up to `end` are computed, if messages of units up to `start` took their CPU meanwhile."""
+        return self.head + self.seconds[end] + self.curves.cpu_per_byte * self.nbytes[start]
+
+    def sent(self, out: float, start: int, end: int) -> float:
+        """When the group [start, end) is out, if the one before it was at `out`."""
+        nbytes = self.nbytes[end] - self.nbytes[start]
+        if not nbytes:
+            return out
+        return max(self.computed(start, end), out) + self.curves.wire(nbytes) + self.curves.cpu_per_message
+
+    def total(self, out: float, last: int) -> float:
+        """The end, when the last message is through at `out` and its group starts at `last`."""
+        work, all_units = self.work, self.work.units
+        computed = work.compute + self.curves.cpu_per_byte * self.nbytes[last if not work.backwards else all_units]
+        return self.curves.call_overhead + max(computed + work.after, out + work.last)
+
+
+def partitions(units: int) -> Iterator[tuple[int, ...]]:
+    """All 2^(units - 1) ways to cut `units` into groups.
+
+    >>> list(partitions(3))
+    [(3,), (1, 2), (2, 1), (1, 1, 1)]
     """
-    if Topology(base.hosts).count == 1 and base.transport is Transport.WINDOWS:
-        return _without_wire(base, predict_plan(replace(base, groups=()), curves).sequential)
-    shapes = list(_shapes(base))
-    seconds, sequential = min(
-        ((simulated_seconds(plan, curves), plan) for plan in (replace(s, groups=()) for s in (base, *shapes))),
-        key=lambda pair: pair[0],
-    )
-    found = []
-    for predicted, plan in refine(_proposals(shapes, curves), curves):
-        why = f"{predicted * 1e3:.3g} ms predicted, {seconds * 1e3:.3g} ms sequentially"
-        found.append(replace(plan, predicted=predicted, reason=why))
-    why_not = "there is nothing to overlap" if not found else (
-        f"overlap would take {(found[0].predicted or 0.0) * 1e3:.3g} ms, {seconds * 1e3:.3g} ms without"
-    )  # fmt: skip
-    sequential = replace(sequential, predicted=seconds, reason=why_not)
-    worth = [p for p in found if (p.predicted or 0.0) < _WORTH * seconds]
-    return [*worth, sequential, *(p for p in found if p not in worth)]
-
-
-def _proposals(shapes: Sequence[OverlapPlan], curves: Curves) -> list[tuple[OverlapPlan, int]]:
-    """The recurrence's best partition of each shape and its number of units, the best predicted one first."""
-    found = []
-    for shape in shapes:
-        work = work_of(shape, curves)
-        # A single chunk that is received still hides behind the rows that are there.
-        if work.units and any(work.nbytes) and (work.units > 1 or shape.op.gathers):
-            groups = best_groups(work, curves)
-            found.append((predict(work, groups, curves), replace(shape, groups=groups), work.units))
-    found.sort(key=lambda proposal: proposal[0])
-    return [(plan, units) for _, plan, units in found]
-
-
-def _without_wire(base: OverlapPlan, seconds: float) -> list[OverlapPlan]:
-    """Ranks of one host read each other's memory in place: whole blocks, nothing to balance against a wire."""
-    if base.size == 1:
-        return [replace(base, groups=(), predicted=seconds, reason="there is only one rank")]
-    shared = replace(base, groups=(1,), predicted=seconds, reason="the ranks share memory: rows are read in place")
-    return [shared, replace(base, groups=(), predicted=seconds, reason="after the matmul, through shared memory")]
-
-
-def _shapes(base: OverlapPlan) -> Iterator[OverlapPlan]:
-    """Tiles and axes to try: rows where there are enough, columns where there are few."""
-    shard = base.shard_bounds[1]
-    for tile_m in (24, 48, 96):
-        if tile_m <= max(shard, 24):
-            yield replace(base, axis=Axis.ROWS, tile_m=tile_m)
-    if not base.op.gathers and base.m <= 1024:
-        for tile_n in (128, 256):
-            if base.n > tile_n:
-                yield replace(base, axis=Axis.COLS, tile_m=min(base.m, 144) or 1, tile_n=tile_n)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return max(multiple, -(-n // multiple) * multiple)
+    for cuts in range(units):
+        for points in combinations(range(1, units), cuts):
+            yield tuple(b - a for a, b in pairwise((0, *points, units)))

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from weft.kernels import PackedWeight
-from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from weft.overlap.ops import replicated_matmul
+from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
 
 
 @dataclass(frozen=True)
@@ -92,18 +91,11 @@ class ColwiseOverlap(ColwiseParallel):
     """
 
     def __init__(self, *, input_layouts: Shard | Replicate | None = None, use_local_output: bool = True) -> None:
-        layout = Shard(1) if input_layouts is None else input_layouts
-        if not isinstance(layout, Shard | Replicate):
-            raise ValueError(f"input_layouts is {layout}, expected Shard(dim) of the sequence, or Replicate()")
+        layout, self._sequence_dim = _layout("input_layouts", input_layouts)
         super().__init__(input_layouts=layout, use_local_output=use_local_output)
-        self._sequence_dim = layout.dim if isinstance(layout, Shard) else None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layout = ActivationLayout(device_mesh, self._sequence_dim, self.use_local_output)
-        _check_linear(module, "ColwiseOverlap", device_mesh)
-        partition: Any = self._partition_linear_fn
-        partition("", module, device_mesh)
-        return _become(module, ColwiseLinear, layout)
+        return _apply(self, module, ColwiseLinear, device_mesh)
 
 
 class RowwiseOverlap(RowwiseParallel):
@@ -113,32 +105,38 @@ class RowwiseOverlap(RowwiseParallel):
     """
 
     def __init__(self, *, output_layouts: Shard | Replicate | None = None, use_local_output: bool = True) -> None:
-        layout = Shard(1) if output_layouts is None else output_layouts
-        if not isinstance(layout, Shard | Replicate):
-            raise ValueError(f"output_layouts is {layout}, expected Shard(dim) of the sequence, or Replicate()")
+        layout, self._sequence_dim = _layout("output_layouts", output_layouts)
         super().__init__(output_layouts=layout, use_local_output=use_local_output)
-        self._sequence_dim = layout.dim if isinstance(layout, Shard) else None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layout = ActivationLayout(device_mesh, self._sequence_dim, self.use_local_output)
-        _check_linear(module, "RowwiseOverlap", device_mesh)
-        partition: Any = self._partition_linear_fn
-        partition("", module, device_mesh)
-        return _become(module, RowwiseLinear, layout)
+        return _apply(self, module, RowwiseLinear, device_mesh)
 
 
-def _check_linear(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+def _layout(name: str, given: Shard | Replicate | None) -> tuple[Shard | Replicate, int | None]:
+    """The layout, and the dim of the sequence that it cuts."""
+    layout = Shard(1) if given is None else given
+    if not isinstance(layout, Shard | Replicate):
+        raise ValueError(f"{name} is {layout}, expected Shard(dim) of the sequence, or Replicate()")
+    return layout, layout.dim if isinstance(layout, Shard) else None
+
+
+def _apply(
+    style: ColwiseOverlap | RowwiseOverlap,
+    module: nn.Module,
+    kind: type[ColwiseLinear | RowwiseLinear],
+    mesh: DeviceMesh,
+) -> nn.Module:
+    name = type(style).__name__
     if not isinstance(module, nn.Linear):
-        raise ValueError(f"{style} is for nn.Linear, got {type(module).__name__}; use ColwiseParallel for embeddings")
+        raise ValueError(f"{name} is for nn.Linear, got {type(module).__name__}; use ColwiseParallel for embeddings")
     if mesh.ndim != 1:
-        raise ValueError(f"{style} needs a mesh of one axis, got {mesh.ndim}; take one of them, as in mesh['tensor']")
-
-
-def _become(module: nn.Module, kind: type[ColwiseLinear | RowwiseLinear], layout: ActivationLayout) -> nn.Module:
+        raise ValueError(f"{name} needs a mesh of one axis, got {mesh.ndim}; take one of them, as in mesh['tensor']")
+    partition: Any = style._partition_linear_fn
+    partition("", module, mesh)
     # The class changes, not an instance's `forward`: the layer prints as what it is, and pickles.
     layer = cast(Any, module)
     layer.__class__ = kind
-    layer.overlap_layout = layout
+    layer.overlap_layout = ActivationLayout(mesh, style._sequence_dim, style.use_local_output)
     return module
 
 

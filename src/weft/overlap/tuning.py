@@ -1,11 +1,12 @@
-"""The file that a tuner writes: the best measured plans, by machine and shape.
+"""Plans that were measured: a tuner tries the best predicted ones on a group, and a file keeps the fastest.
+
+`tune` measures plans against each other, the same on all ranks; `save` adds the best to a file, by machine and shape:
 
     {"format": "weft overlap plans", "version": 1,
      "plans": {"<machine>": {"<op, shape, type, hosts>": {"plan": "matmul_all_reduce m=...", "seconds": 0.01}}}}
 
-Reading never fails: what is missing, damaged, of another version or of another machine is left out, and said so.
-
-Measures the best few predicted plans against each other on a group, and keeps the fastest, the same on all ranks.
+`use_tuned` makes calls follow it. Reading never fails: what is missing, damaged, of another version or of another
+machine is left out, and said so.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from weft.comm import Group
 from weft.kernels.cpu import isa
 from weft.overlap.api import Planning
 from weft.overlap.blocks import chunk_bounds
-from weft.overlap.executor import calls
-from weft.overlap.executor.calls import executor_for
+from weft.overlap.executor.call import executor_for
 from weft.overlap.executor.context import Context, context_of
 from weft.overlap.executor.resources import pack
 from weft.overlap.plan import Op, OverlapPlan
@@ -41,7 +41,18 @@ FORMAT, VERSION = "weft overlap plans", 1
 
 
 @dataclass(frozen=True)
-class Tuned:
+class Shape:
+    """What to tune: an op, and the matmul [m, k] x [n, k]^T of one rank, as `plan_overlap` takes them."""
+
+    op: Op
+    m: int
+    n: int
+    k: int
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class TunedPlan:
     """A plan that was measured: its seconds, and those of the sequential plan beside it."""
 
     plan: OverlapPlan
@@ -50,6 +61,80 @@ class Tuned:
 
     def to_json(self) -> dict[str, object]:
         return {"plan": str(self.plan), "seconds": self.seconds, "sequential_seconds": self.sequential_seconds}
+
+
+def tune(shape: Shape, *, group: ProcessGroup, candidates: int = 4, rounds: int = 7) -> TunedPlan:
+    """The fastest of the best predicted plans and the sequential one. Collective; later calls on the group use it."""
+    base = OverlapPlan(shape.op, shape.m, shape.n, shape.k, shape.dtype, context_of(group).hosts)
+    with Planning.on(group, f"tune {base}") as planning:
+        # From curves that all ranks share, so that all have the same candidates.
+        ranked = ranked_plans(base, planning.planner.curves(planning.wire))
+        plans = [p for p in ranked if not p.sequential][:candidates] + [p for p in ranked if p.sequential]
+        slowest = _measure(_call(shape, planning.context), plans, planning.wire, rounds)
+        best = min(range(len(plans)), key=slowest.__getitem__)
+        sequential = slowest[-1]
+        why = f"measured {slowest[best] * 1e3:.3g} ms, {sequential * 1e3:.3g} ms sequentially, of {len(plans)} plans"
+        found = TunedPlan(replace(plans[best], reason=why), slowest[best], sequential)
+        planning.planner.use(found.plan)
+        return found
+
+
+def _measure(call: Callable[[OverlapPlan], object], plans: list[OverlapPlan], wire: Group, rounds: int) -> list[float]:
+    """The median seconds of each plan on the slowest rank; plans take turns."""
+    times: dict[int, list[float]] = {i: [] for i in range(len(plans))}
+    for round_number in range(rounds + 1):
+        for i, plan in enumerate(plans):
+            wire.barrier("tune")
+            start = time.perf_counter()
+            call(plan)
+            if round_number:  # the first one makes buffers and tables
+                times[i].append(time.perf_counter() - start)
+    mine = json.dumps([statistics.median(times[i]) for i in range(len(plans))])
+    told = wire.tell("times of plans", mine)
+    return [max(of_ranks) for of_ranks in zip(*map(json.loads, told), strict=True)]
+
+
+def _call(shape: Shape, context: Context) -> Callable[[OverlapPlan], object]:
+    """A call of this shape by a plan, in a context of the tuner's: the calls of other threads do not meet it."""
+    if shape.op not in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_TO_ALL):
+        raise ValueError(f"op is {shape.op.value}, expected one of the four ops; its backward is tuned with it")
+    dtype = getattr(torch, shape.dtype)
+    rows = shape.m
+    if shape.op is Op.ALL_GATHER:
+        bounds = chunk_bounds(shape.m, context.size)
+        rows = bounds[context.rank + 1] - bounds[context.rank]
+    own = torch.Generator()  # the caller's random numbers stay as they are
+    x = torch.randn(rows, shape.k, generator=own).to(dtype)
+    w = pack(torch.randn(shape.n, shape.k, generator=own).to(dtype))
+    run = executor_for(context, x)
+    if shape.op is Op.ALL_GATHER:
+        return lambda plan: run.gather_matmul(context, x, w, m=shape.m, bias=None, plan=str(plan), keep=False)
+    if shape.op is Op.ALL_TO_ALL:
+        to = torch.arange(shape.m) * context.size // max(1, shape.m)
+        return lambda plan: run.matmul_scatter_rows(context, x, w, to, bias=None, plan=str(plan))
+    return lambda plan: run.matmul_scatter(context, shape.op, x, w, bias=None, plan=str(plan))
+
+
+def use_tuned(path: str | Path, *, group: ProcessGroup) -> list[str]:
+    """Makes later calls on the group follow the plans in a file, where it has some for it. Collective.
+
+    Rank 0 reads the file and tells the others. Returns what there is to say: which plans are used, what is wrong.
+    The curves are measured too, for plans of other shapes, and for traces to judge calls by.
+    """
+    with Planning.on(group, "tuned plans") as planning:
+        context, wire = planning.context, planning.wire
+        planning.planner.curves(wire)
+        found, notes = load(path) if context.rank == 0 else ([], [])
+        mine = json.dumps([[str(t.plan) for t in found], notes])
+        texts, notes = json.loads(wire.tell("tuned plans", mine)[0])
+        plans = [OverlapPlan.parse(text) for text in texts]
+        fitting = [plan for plan in plans if plan.hosts == context.hosts]
+        for plan in fitting:
+            planning.planner.use(plan)
+        return [*notes, f"{len(fitting)} of {len(plans)} plans are for hosts {context.hosts}"]
+
+
+# The file ---------------------------------------------------------------------------------------------------
 
 
 def machine_name() -> str:
@@ -70,7 +155,7 @@ def key_of(plan: OverlapPlan) -> str:
     return str(plan).split(" transport=", 1)[0]
 
 
-def load(path: str | Path) -> tuple[list[Tuned], list[str]]:
+def load(path: str | Path) -> tuple[list[TunedPlan], list[str]]:
     """The plans of this machine in the file, and what there is to say about the rest."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -106,16 +191,16 @@ def _checked(document: object) -> dict[str, dict[str, object]]:
     return plans
 
 
-def _entry(key: str, entry: object) -> Tuned:
+def _entry(key: str, entry: object) -> TunedPlan:
     if not isinstance(entry, dict):
         raise ValueError(f"it is {entry!r}")
-    tuned = Tuned(OverlapPlan.parse(entry["plan"]), float(entry["seconds"]), float(entry["sequential_seconds"]))
+    tuned = TunedPlan(OverlapPlan.parse(entry["plan"]), float(entry["seconds"]), float(entry["sequential_seconds"]))
     if key_of(tuned.plan) != key:
         raise ValueError(f"its plan is {tuned.plan}")
     return tuned
 
 
-def save(path: str | Path, tuned: Iterator[Tuned] | list[Tuned]) -> None:
+def save(path: str | Path, tuned: Iterator[TunedPlan] | list[TunedPlan]) -> None:
     """Adds plans to the file, which others may do at the same time: nothing is lost, and no reader sees half of it.
 
     A file that cannot be used is replaced.
@@ -154,87 +239,3 @@ def _replace(path: Path, text: str) -> None:
         except BaseException:
             os.unlink(part)
             raise
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What to tune: an op, and the matmul [m, k] x [n, k]^T of one rank, as `plan_overlap` takes them."""
-
-    op: Op
-    m: int
-    n: int
-    k: int
-    dtype: str = "float32"
-
-
-def tune(shape: Shape, *, group: ProcessGroup, candidates: int = 4, rounds: int = 7) -> Tuned:
-    """The fastest of the best predicted plans and the sequential one. Collective; later calls on the group use it."""
-    base = OverlapPlan(shape.op, shape.m, shape.n, shape.k, shape.dtype, context_of(group).hosts)
-    with Planning.on(group, f"tune {base}") as planning:
-        # From curves that all ranks share, so that all have the same candidates.
-        ranked = ranked_plans(base, planning.planner.curves(planning.wire))
-        plans = [p for p in ranked if not p.sequential][:candidates] + [p for p in ranked if p.sequential]
-        slowest = _measure(_call(shape, planning.context), plans, planning.wire, rounds)
-        best = min(range(len(plans)), key=slowest.__getitem__)
-        sequential = slowest[-1]
-        why = f"measured {slowest[best] * 1e3:.3g} ms, {sequential * 1e3:.3g} ms sequentially, of {len(plans)} plans"
-        found = Tuned(replace(plans[best], reason=why), slowest[best], sequential)
-        planning.planner.use(found.plan)
-        return found
-
-
-def _measure(call: Callable[[OverlapPlan], object], plans: list[OverlapPlan], wire: Group, rounds: int) -> list[float]:
-    """The median seconds of each plan on the slowest rank; plans take turns."""
-    times: dict[int, list[float]] = {i: [] for i in range(len(plans))}
-    for round_number in range(rounds + 1):
-        for i, plan in enumerate(plans):
-            wire.barrier("tune")
-            start = time.perf_counter()
-            call(plan)
-            if round_number:  # the first one makes buffers and tables
-                times[i].append(time.perf_counter() - start)
-    mine = json.dumps([statistics.median(times[i]) for i in range(len(plans))])
-    told = wire.tell("times of plans", mine)
-    return [max(of_ranks) for of_ranks in zip(*map(json.loads, told), strict=True)]
-
-
-def _call(shape: Shape, context: Context) -> Callable[[OverlapPlan], object]:
-    """A call of this shape by a plan, in a context of the tuner's: the calls of other threads do not meet it."""
-    if shape.op not in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_TO_ALL):
-        raise ValueError(f"op is {shape.op.value}, expected one of the four ops; its backward is tuned with it")
-    dtype = getattr(torch, shape.dtype)
-    rows = shape.m
-    if shape.op is Op.ALL_GATHER:
-        bounds = chunk_bounds(shape.m, context.size)
-        rows = bounds[context.rank + 1] - bounds[context.rank]
-    own = torch.Generator()  # the caller's random numbers stay as they are
-    x = torch.randn(rows, shape.k, generator=own).to(dtype)
-    w = pack(torch.randn(shape.n, shape.k, generator=own).to(dtype))
-    if context.size == 1:
-        return lambda plan: calls.alone(x, w, None)
-    run = executor_for(x)
-    if shape.op is Op.ALL_GATHER:
-        return lambda plan: run.gather_matmul(context, x, w, m=shape.m, bias=None, plan=str(plan), keep=False)
-    if shape.op is Op.ALL_TO_ALL:
-        to = torch.arange(shape.m) * context.size // max(1, shape.m)
-        return lambda plan: run.matmul_scatter_rows(context, x, w, to, bias=None, plan=str(plan))
-    return lambda plan: run.matmul_scatter(context, shape.op, x, w, bias=None, plan=str(plan))
-
-
-def use_tuned(path: str | Path, *, group: ProcessGroup) -> list[str]:
-    """Makes later calls on the group follow the plans in a file, where it has some for it. Collective.
-
-    Rank 0 reads the file and tells the others. Returns what there is to say: which plans are used, what is wrong.
-    The curves are measured too, for plans of other shapes, and for traces to judge calls by.
-    """
-    with Planning.on(group, "tuned plans") as planning:
-        context, wire = planning.context, planning.wire
-        planning.planner.curves(wire)
-        found, notes = load(path) if context.rank == 0 else ([], [])
-        mine = json.dumps([[str(t.plan) for t in found], notes])
-        texts, notes = json.loads(wire.tell("tuned plans", mine)[0])
-        plans = [OverlapPlan.parse(text) for text in texts]
-        fitting = [plan for plan in plans if plan.hosts == context.hosts]
-        for plan in fitting:
-            planning.planner.use(plan)
-        return [*notes, f"{len(fitting)} of {len(plans)} plans are for hosts {context.hosts}"]

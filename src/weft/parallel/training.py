@@ -28,8 +28,7 @@ from torch.distributed import ProcessGroup
 from weft.kernels import PackedWeight, linear
 from weft.kernels.matmul import activated
 from weft.models.spec import Embedding, Projection
-from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from weft.overlap.ops import replicated_matmul
+from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
 from weft.packed.inputs import IGNORED_LABEL
 from weft.transformer.exchange import gather, gather_rows, lookup, split_rows
 from weft.transformer.ranks import RankModel, Share, Words

@@ -31,7 +31,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from weft.overlap.plan import Op, Transport
-from weft.overlap.predict import Curve, Curves
+from weft.overlap.speeds import Curve, Curves
 
 DTYPES: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})

@@ -15,7 +15,8 @@ from itertools import accumulate, pairwise
 
 from weft.overlap.blocks import cut_points
 from weft.overlap.plan import Op, OverlapPlan, Transport
-from weft.overlap.predict import Curves, Work, best_groups, bound, predict, predict_sequential
+from weft.overlap.search import best_groups, bound, predict, predict_sequential
+from weft.overlap.speeds import Curves, Work
 from weft.scale.gpus import ITEM_BYTES, LAUNCH_SECONDS, Gpu, Matmul, declared_curves, find_gpu, tilings, wire_bytes
 from weft.timeline import overlap_efficiency
 

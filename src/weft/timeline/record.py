@@ -96,11 +96,15 @@ class Trace:
         what: str,
         *,
         plan: str = "",
+        reason: str = "",
         baseline: Callable[[], Baseline | None] = lambda: None,
         predicted: Callable[[], Timeline] | None = None,
     ) -> CallTrace:
-        """Starts a call of an op. `what` is its kind; what it is judged by is asked for only when it is looked at."""
-        made = CallTrace(self, what, plan, baseline, predicted)
+        """Starts a call of an op. `what` is its kind, `reason` why the plan is as it is.
+
+        What it is judged by is asked for only when it is looked at.
+        """
+        made = CallTrace(self, what, plan, reason, baseline, predicted)
         recorder: Trace | None = self
         while recorder is not None:
             recorder._calls.append(made)
@@ -151,14 +155,16 @@ class CallTrace:
         trace: Trace,
         what: str,
         plan: str,
+        reason: str,
         baseline: Callable[[], Baseline | None],
         predicted: Callable[[], Timeline] | None,
     ) -> None:
-        self._trace, self._what, self._plan = trace, what, plan
+        self._trace, self._what, self._plan, self._reason = trace, what, plan, reason
         self._baseline, self._predicted = baseline, predicted
         self._records: list[_Record] = []
         self.started = now()
         self.ended: float | None = None
+        self._is_setup = False
 
     def add(
         self,
@@ -176,9 +182,9 @@ class CallTrace:
         self._records.append(record)
         self._trace._append(record)
 
-    def end(self) -> None:
-        """The call is over, well or not."""
-        self.ended = now()
+    def end(self, *, is_setup: bool = False) -> None:
+        """The call is over, well or not. `is_setup` says that it made what later calls find ready."""
+        self.ended, self._is_setup = now(), is_setup
 
     def value(self) -> TracedCall:
         """The call as it was recorded."""
@@ -191,6 +197,8 @@ class CallTrace:
             Timeline(events, name=f"measured: {self._what}"),
             self._baseline(),
             self._predicted,
+            self._reason,
+            self._is_setup,
         )
 
 

@@ -1,16 +1,13 @@
-"""How well communication was hidden behind a matmul, after Flux.
+"""How much of a timeline was work, how much was waiting, and how well communication was hidden behind matmuls.
 
-`ECT = time - best matmul alone` is the communication time that is left to see, and
+*Of a lane.* Its *compute*, *communication*, *waiting* and *busy* seconds are defined at the head of `events`. Its
+*overlapped* seconds are its compute while any lane of the same place communicates, and its communication while any lane
+of the same place computes. The total adds up places, so with P ranks it is in rank-seconds.
+
+*Of a call*, after Flux. `ECT = time - best matmul alone` is the communication time that is left to see, and
 `E_overlap = 1 - ECT(ours) / ECT(sequential)`: 1 is all hidden, 0 is no better than matmul and then communication, and a
-negative figure is harm.
-
-How much of a timeline was work, how much was waiting, and how much communication was hidden.
-
-A lane's *compute*, *communication*, *waiting* and *busy* seconds are defined at the head of `activity.py`.
-Its *overlapped* seconds are its compute while any lane of the same place communicates, and its communication
-while any lane of the same place computes. The total adds up places, so with P ranks it is in rank-seconds.
-
-ECT, E_overlap and the fraction of the bound are in `metrics.py`.
+negative figure is harm. Where there is next to nothing to hide there is no E_overlap. Under the table of calls each
+kind has a line with the reason of its plan: why it overlapped, or why not.
 """
 
 from __future__ import annotations
@@ -32,6 +29,8 @@ from weft.timeline.events import (
 )
 from weft.timeline.text import align_columns, printable, time_unit
 
+_LEAST_HIDEABLE = 0.01  # of the sequential time: less is lost in the noise of both, and the quotient says nothing
+
 
 def exposed_seconds(seconds: float, *, matmul_seconds: float) -> float:
     """ECT: the part of `seconds` that the matmul alone does not explain.
@@ -43,13 +42,15 @@ def exposed_seconds(seconds: float, *, matmul_seconds: float) -> float:
 
 
 def overlap_efficiency(seconds: float, *, matmul_seconds: float, sequential_seconds: float) -> float | None:
-    """E_overlap; None where the sequential run is no slower than its matmul: there is nothing to hide.
+    """E_overlap; None where the sequential run is hardly slower than its matmul: there is next to nothing to hide.
 
     >>> overlap_efficiency(12.0, matmul_seconds=10.0, sequential_seconds=18.0)
     0.75
+    >>> overlap_efficiency(12.0, matmul_seconds=10.0, sequential_seconds=10.05) is None
+    True
     """
     hideable = exposed_seconds(sequential_seconds, matmul_seconds=matmul_seconds)
-    if hideable <= 0:
+    if hideable <= 0 or hideable < _LEAST_HIDEABLE * sequential_seconds:
         return None
     return 1.0 - exposed_seconds(seconds, matmul_seconds=matmul_seconds) / hideable
 
@@ -64,7 +65,7 @@ class Baseline:
     communication_seconds: float | None = None
 
 
-class Judged:
+class OverlapFigures:
     """What took `seconds`, beside a baseline: the figures that both together give."""
 
     seconds: float
@@ -79,7 +80,7 @@ class Judged:
 
     @property
     def e_overlap(self) -> float | None:
-        """Overlap efficiency; None without a baseline, or where the baseline leaves nothing to hide."""
+        """Overlap efficiency; None without a baseline, or where the baseline leaves next to nothing to hide."""
         if self.baseline is None:
             return None
         return overlap_efficiency(
@@ -108,14 +109,38 @@ class LaneSummary:
 
 
 @dataclass(frozen=True)
-class CallFigures(Judged):
-    """The calls of one kind: how many, their median seconds, and what they are judged by."""
+class CallFigures(OverlapFigures):
+    """The calls of one kind: how many, their median seconds, what they are judged by, and why they went as they did.
+
+    setups:   how many of the calls made their buffers; they are not in the medians where there are others
+    reasons:  of their plans, each once
+    """
 
     what: str
     count: int
     seconds: float
     hidden_fraction: float | None = None
     baseline: Baseline | None = None
+    setups: int = 0
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def e_overlap(self) -> float | None:
+        """Overlap efficiency; None also where all calls made their buffers: their time says nothing about the next."""
+        return None if self.setups == self.count else super().e_overlap
+
+    @property
+    def note(self) -> str:
+        """The plans' reasons, and what the medians leave out.
+
+        >>> CallFigures("matmul 8 x 8", 3, 1.0, setups=1, reasons=("there is only one rank",)).note
+        'there is only one rank; set-up: 1 of 3 calls, left out'
+        """
+        parts = [printable(reason) for reason in self.reasons]
+        if self.setups:
+            fate = "no E_overlap" if self.setups == self.count else "left out"
+            parts.append(f"set-up: {self.setups} of {self.count} calls, {fate}")
+        return "; ".join(parts)
 
     def cells(self, factor: float) -> list[str]:
         """One row of the table of calls; a dash where a figure is not known."""
@@ -141,7 +166,7 @@ CALL_COLUMNS = ("calls", "time", "matmul", "comm", "sequential", "bound", "ECT",
 
 
 @dataclass(frozen=True)
-class Summary(Judged):
+class Summary(OverlapFigures):
     """The figures of one timeline; prints as a table, and under it one of the calls, a row for each kind."""
 
     seconds: float
@@ -192,9 +217,13 @@ class Summary(Judged):
         factor, unit = time_unit(max(call.seconds for call in self.calls))
         return [[f"call ({unit})", *CALL_COLUMNS], *(call.cells(factor) for call in self.calls)]
 
+    def call_notes(self) -> list[str]:
+        """One line for each kind of call that there is something to say about."""
+        return [f"{printable(call.what)}: {call.note}" for call in self.calls if call.note]
+
     def __str__(self) -> str:
         calls = self.call_table()
-        under = ["", align_columns(calls)] if calls else []
+        under = ["", align_columns(calls), *self.call_notes()] if calls else []
         return "\n".join([align_columns(self.table()), *self.remarks(), *under])
 
 

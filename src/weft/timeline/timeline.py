@@ -9,7 +9,7 @@ from pathlib import Path
 
 from weft.timeline import chrome
 from weft.timeline.events import Event, group_by_lane
-from weft.timeline.summary import Baseline, CallFigures, Judged, Summary, summarize
+from weft.timeline.summary import Baseline, CallFigures, OverlapFigures, Summary, summarize
 from weft.timeline.text import draw
 
 
@@ -119,12 +119,14 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class TracedCall(Judged):
+class TracedCall(OverlapFigures):
     """One call of an op: what it was, how long it took here, what it is judged by, and what happened in it.
 
     what:       the op and its shape; calls of one kind have the same
     plan:       the text of the plan that it followed
     predicted:  draws what the plan promised, for all ranks; None where nothing was predicted
+    reason:     why the plan is as it is: why it overlaps, or why not
+    is_setup:   whether it made buffers that later calls find ready
     """
 
     what: str
@@ -133,10 +135,12 @@ class TracedCall(Judged):
     timeline: Timeline
     baseline: Baseline | None = None
     predicted: Callable[[], Timeline] | None = field(default=None, compare=False)
+    reason: str = ""
+    is_setup: bool = False
 
 
 def figures(calls: Iterable[TracedCall]) -> tuple[CallFigures, ...]:
-    """One row for each kind of call, in the order of the first of each.
+    """One row for each kind of call, in the order of the first of each; those that made buffers only if all did.
 
     >>> matmul = Timeline([])
     >>> both = [TracedCall("matmul 8x8", "", seconds, matmul, Baseline(1.0, 3.0)) for seconds in (1.5, 2.5)]
@@ -150,12 +154,15 @@ def figures(calls: Iterable[TracedCall]) -> tuple[CallFigures, ...]:
 
 
 def _figures(what: str, same: Sequence[TracedCall]) -> CallFigures:
-    hidden = [h for call in same if (h := call.timeline.summary().hidden_fraction) is not None]
+    judged = [call for call in same if not call.is_setup] or same
+    hidden = [h for call in judged if (h := call.timeline.summary().hidden_fraction) is not None]
     baseline = next((call.baseline for call in reversed(same) if call.baseline is not None), None)
     return CallFigures(
         what,
         count=len(same),
-        seconds=statistics.median(call.seconds for call in same),
+        seconds=statistics.median(call.seconds for call in judged),
         hidden_fraction=statistics.median(hidden) if hidden else None,
         baseline=baseline,
+        setups=sum(call.is_setup for call in same),
+        reasons=tuple(dict.fromkeys(call.reason for call in judged if call.reason)),
     )

@@ -13,19 +13,55 @@ from torch import Tensor
 from weft.comm import Counters, Transfer
 from weft.errors import PeerTimeout
 from weft.kernels import PackedWeight, Ready, Rows, TileSchedule, linear_tiles
-from weft.overlap.executor.call import Running, as_bytes
-from weft.overlap.executor.context import Statement
+from weft.overlap.blocks import Counts, row_bounds
+from weft.overlap.executor.call import MatmulCall, Request, new_output, row_major, run_call
+from weft.overlap.executor.context import Context, Statement
 from weft.overlap.executor.resources import Need, WorkerJob, view
+from weft.overlap.plan import Op
 from weft.overlap.programs.incoming import RowArrival, RowSource, SendRows, Store, lower
-from weft.overlap.programs.outgoing import Counts, row_bounds
 from weft.timeline import record
 
 
-class IncomingCall(Running):
+def gather_matmul(
+    context: Context, x: Tensor, weight: PackedWeight, *, m: int, bias: Tensor | None, plan: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """All-gather x [m_r, K], times weight [N, K] -> [m, N]; and the gathered x [m, K] if `keep`, else [0, K]."""
+    y, gathered = new_output(x, m, weight.n), new_output(x, m if keep else 0, weight.k)
+    x = row_major(x)
+
+    def compute(run: IncomingCall) -> None:
+        run.prepare()
+        run.run(x, weight, out=y, bias=bias, gathered=gathered if keep else None)
+
+    request = Request(Op.ALL_GATHER, m, weight.n, weight.k, x.dtype, plan, bias is not None)
+    run_call(context, request, IncomingCall, compute)
+    return y, gathered
+
+
+def gather_rows_matmul(context: Context, x: Tensor, weight: PackedWeight, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The way back: x [R, K] returns to the ranks that its rows came from, times weight [N, K] -> [M, N].
+
+    Both results, the product and the gathered x [M, K], are in the order of destinations.
+    """
+    table = tuple(map(tuple, counts.tolist()))
+    m = sum(table[context.rank])
+    y, gathered = new_output(x, m, weight.n), new_output(x, m, weight.k)
+    x = row_major(x)
+
+    def compute(run: IncomingCall) -> None:
+        run.prepare(table)
+        run.run(x, weight, out=y, bias=None, gathered=gathered)
+
+    request = Request(Op.GATHER_BACK, m, weight.n, weight.k, x.dtype, "", bias=False)
+    run_call(context, request, IncomingCall, compute)
+    return y, gathered
+
+
+class IncomingCall(MatmulCall):
     """One call of an op whose input travels."""
 
-    def prepare(self, counts: Counts | None = None) -> int:
-        """Lowers the plan and makes room; returns how many rows the gathered x has."""
+    def prepare(self, counts: Counts | None = None) -> None:
+        """Lowers the plan and makes room."""
         plan, bank, size = self.plan, self.call.bank, self.context.size
         self.program = lower(plan, self.context.rank, counts)
         self.bounds = plan.shard_bounds if counts is None else row_bounds(counts[self.context.rank])
@@ -33,15 +69,13 @@ class IncomingCall(Running):
         most_m = plan.m if counts is None else max(map(sum, counts))
         most_x = plan.shard_bounds[1] if counts is None else max(sum(row[r] for row in counts) for r in range(size))
         self.inbox_at = most_x * plan.k  # the outbox comes first
-        room = Need(as_bytes((most_x + most_m) * plan.k, self.dtype), -(-most_m // plan.tile_m))
-        self.context.reserve(self.call, room, self.text)
+        self.reserve(Need(self.nbytes((most_x + most_m) * plan.k), -(-most_m // plan.tile_m)))
         self.schedule = self._schedule(counts)
         self.awaited = max(self.program.needs, default=0)
         for row, need in enumerate(self.program.needs):
             # Tile rows that wait for fewer chunks start higher, so that all are full at the same value.
             if need < self.awaited:
                 bank.counters(self.context.rank).add(row, self.awaited - need)
-        return self.program.tiling.m
 
     def _schedule(self, counts: Counts | None) -> TileSchedule:
         bound, key = self.call.bank.bound, (self.plan, counts)
@@ -96,7 +130,7 @@ class IncomingCall(Running):
         start = record.now()
         if self.call.agreed:  # the ranks met to make room, which was before the rows were there: all of them, or none
             self.context.agreement.meet(Statement(self.text), deadline=self.call.deadline)
-        self.meet()
+        self.context.meet(self.call, self.text)
         self.record("recv", "rows of the other ranks", "comm", start)
 
     def _wait_for_rows(self) -> None:
@@ -142,7 +176,7 @@ class IncomingCall(Running):
 
     def _receive(self, x: Tensor) -> list[tuple[SendRows, float, Transfer]]:
         """Receives all that comes, and tells who reads it; returns the sends that are still under way."""
-        self.meet()
+        self.context.meet(self.call, self.text)
         program = self.program
         transfers = [self.recv(self.inbox[e.m0 : e.m1], e.peer, e.tag) for e in program.expects]
         sent = [(s, record.now(), self.send(x[s.start : s.end], s.peer, s.tag)) for s in program.sends]
@@ -153,7 +187,7 @@ class IncomingCall(Running):
             start, what = record.now(), f"rows {expect.m0} to {expect.m1} from rank {expect.peer}"
             transfer.wait_until(self.call.deadline, what=f"{self.op}: {what}")
             self._tell(expect.tell)
-            nbytes = as_bytes((expect.m1 - expect.m0) * self.plan.k, self.dtype)
+            nbytes = self.nbytes((expect.m1 - expect.m0) * self.plan.k)
             self.record("recv", what, "comm", start, nbytes=nbytes)
         return sent
 
@@ -161,7 +195,7 @@ class IncomingCall(Running):
         for send, start, transfer in sent:
             what = f"rows {send.start} to {send.end} to rank {send.peer}"
             transfer.wait_until(self.call.deadline, what=f"{self.op}: {what}")
-            nbytes = as_bytes((send.end - send.start) * self.plan.k, self.dtype)
+            nbytes = self.nbytes((send.end - send.start) * self.plan.k)
             self.record("send", what, "send", start, nbytes=nbytes)
 
     def _tell(self, arrivals: tuple[RowArrival, ...]) -> None:

@@ -1,15 +1,12 @@
-"""Adding up partial results: ranks in order inside a host, then hosts in order.
-
-float32 is added as it is. bfloat16 is added in float32; a host's sum is rounded once, because that is what crosses
-the network, and so is the total. The order is the same whoever adds, in whatever pieces: all plans give the same bits.
-
-Runs a matmul whose output travels: the matmul on the caller's thread, the sending on another.
+"""Runs a matmul whose output travels: the matmul on the caller's thread, the sending on another.
 
 Where nothing is sent during the matmul (one host, or a sequential plan) the caller's thread does all.
 
-Sums are made on the caller's thread after its matmul: with one core a rank they take the same time then as earlier,
-and when communication is the slower part they fill the wait for it. Only where other ranks wait for a sum (`early`)
-a third thread makes it as soon as it can.
+*Sums.* Ranks are added in order inside a host, then hosts in order. float32 is added as it is; bfloat16 in float32: a
+host's sum is rounded once, because that is what crosses the network, and so is the total. The order is the same whoever
+adds, in whatever pieces: all plans give the same bits. Sums are made on the caller's thread after its matmul: with one
+core a rank they take the same time then as earlier, and when communication is the slower part they fill the wait for
+it. Only where other ranks wait for a sum (`early`) a third thread makes it as soon as it can.
 """
 
 from __future__ import annotations
@@ -17,63 +14,93 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from weft.comm import Counters, Transfer
+from weft.comm.host_collectives import add_in_order
 from weft.errors import PeerTimeout
 from weft.kernels import PackedWeight, Rows, TileOutput, TileSchedule, linear_tiles
-from weft.overlap.blocks import Axis
-from weft.overlap.executor.call import Running, as_bytes
+from weft.overlap.blocks import Axis, Counts
+from weft.overlap.executor.call import MatmulCall, Request, exchange_counts, new_output, row_major, run_call
+from weft.overlap.executor.context import Context
 from weft.overlap.executor.resources import Need, WorkerJob, view
-from weft.overlap.programs.outgoing import Counts, Finish, SendBlock, Space, View, lower
+from weft.overlap.plan import Op, OverlapPlan
+from weft.overlap.programs.outgoing import Finish, Outgoing, SendBlock, Space, View, lower
 from weft.timeline import record
 
 
-def add_parts(parts: Sequence[Tensor], out: Tensor) -> None:
-    """out = parts[0] + parts[1] + ..., in this order, rounded once. `out` may be one of two parts."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
-    elif len(parts) == 2:  # torch adds two bfloat16 in float32
-        torch.add(parts[0], parts[1], out=out)
-    elif out.dtype == torch.float32:
-        torch.add(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            out.add_(part)
-    else:
-        out.copy_(_widened(parts))
+def matmul_scatter(
+    context: Context,
+    op: Op,
+    x: Tensor,
+    weight: PackedWeight,
+    *,
+    bias: Tensor | None,
+    plan: str = "",
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
+    """x [M, K_r] times weight [N, K_r], summed over ranks: this rank's rows of it, or all (all-reduce)."""
+    x = row_major(x)
+
+    def compute(run: OutgoingCall) -> Tensor:
+        y = new_output(x, run.prepare(), weight.n)
+        run.run(x, weight, out=y, bias=bias, meanwhile=meanwhile)
+        return y
+
+    request = Request(op, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None)
+    return run_call(context, request, OutgoingCall, compute)
 
 
-def _widened(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].float()
-    for part in parts[1:]:
-        total.add_(part)
-    return total
+def matmul_scatter_rows(
+    context: Context, x: Tensor, weight: PackedWeight, destinations: Tensor, *, bias: Tensor | None, plan: str
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] times weight [N, K], row i to rank destinations[i] -> [R, N]; and the counts int64 [P, P]."""
+    x = row_major(x)
+
+    def compute(run: OutgoingCall) -> tuple[Tensor, Tensor]:
+        context.meet(run.call, run.text)  # sizes are exchanged first, so there is nothing to do meanwhile
+        counts = exchange_counts(context, run.call, destinations)
+        y = new_output(x, run.prepare(counts), weight.n)
+        rows: Tensor | Rows = x
+        if x.shape[0]:
+            rows = Rows.stack([x]).gather(torch.argsort(destinations, stable=True))
+        run.run(rows, weight, out=y, bias=None, kernel_bias=bias)
+        return y, torch.tensor(counts)
+
+    request = Request(Op.ALL_TO_ALL, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None)
+    return run_call(context, request, OutgoingCall, compute)
 
 
-def add_terms(terms: Sequence[Sequence[Tensor]], out: Tensor, bias: Tensor | None) -> None:
-    """out = (sum of terms[0]) + (sum of terms[1]) + ... + bias; a term holds the parts of one host.
+@dataclass(frozen=True)
+class Room:
+    """A rank's program, and what it takes: elements of shared and of private memory, and counters. Found once a plan.
 
-    >>> out = torch.empty(2)
-    >>> add_terms([[torch.ones(2), torch.ones(2)], [torch.ones(2)]], out, bias=torch.ones(2))
-    >>> out.tolist()
-    [4.0, 4.0]
+    Counters are one a block that is computed, and from `published_at` on one a result. Private memory holds the host's
+    sums, and from `inbox_at` on what arrives. `is_alone` says that nothing travels during the matmul.
     """
-    parts = list(terms[0]) if len(terms) == 1 else [term[0] if len(term) == 1 else _rounded(term) for term in terms]
-    if bias is None:
-        add_parts(parts, out)
-    elif out.dtype == torch.float32:
-        add_parts(parts, out)
-        out.add_(bias)
-    else:
-        out.copy_(_widened(parts).add_(bias))
+
+    program: Outgoing
+    shared: int
+    counters: int
+    published_at: int
+    private: int
+    inbox_at: int
+    is_alone: bool
+    is_early: bool
 
 
-def _rounded(parts: Sequence[Tensor]) -> Tensor:
-    total = torch.empty_like(parts[0])
-    add_parts(parts, total)
-    return total
+@lru_cache(maxsize=512)
+def _room(plan: OverlapPlan, rank: int, counts: Counts | None) -> Room:
+    program = lower(plan, rank, counts)
+    most_rows = plan.m if counts is None else max(map(sum, counts))
+    blocks = max(-(-most_rows // plan.tile_m), plan.tiling.cols)  # at most, on any rank
+    sums = most_rows * plan.n if any(len(s.parts) > 1 for s in program.sends) else 0
+    is_alone = plan.sequential or not (program.sends or program.expects)
+    private = sums + program.inbox_elements
+    return Room(program, most_rows * plan.n, 2 * blocks, blocks, private, sums, is_alone, program.early)
 
 
 @dataclass(frozen=True)
@@ -93,20 +120,15 @@ class Arrivals:
     job: WorkerJob
 
 
-class OutgoingCall(Running):
+class OutgoingCall(MatmulCall):
     """One call of an op whose output travels."""
 
     def prepare(self, counts: Counts | None = None) -> int:
         """Lowers the plan and makes room; returns how many rows this rank will have."""
-        plan, bank = self.plan, self.call.bank
-        self.program = lower(plan, self.context.rank, counts)
-        most_rows = plan.m if counts is None else max(map(sum, counts))
-        blocks = max(-(-most_rows // plan.tile_m), plan.tiling.cols)  # at most, on any rank
-        self.context.reserve(self.call, Need(as_bytes(most_rows * plan.n, self.dtype), 2 * blocks), self.text)
-        self.published_at = blocks
-        sums = most_rows * plan.n if any(len(s.parts) > 1 for s in self.program.sends) else 0
-        self.inbox_at = sums
-        self.private = bank.private(as_bytes(sums + self.program.inbox_elements, self.dtype))
+        self.room = _room(self.plan, self.context.rank, counts)
+        self.program = self.room.program
+        self.reserve(Need(self.nbytes(self.room.shared), self.room.counters))
+        self.private = self.call.bank.private(self.nbytes(self.room.private))
         self.summed = Counters(len(self.program.cut.blocks))
         self.places = self._places(counts)
         self.transfers: list[Transfer] = []
@@ -154,7 +176,7 @@ class OutgoingCall(Running):
             linear_tiles(x, weight, out=places.out, schedule=places.schedule, bias=kernel_bias, done=places.done)
             self.record("compute", "matmul", "compute", start, flops=2.0 * out.shape[1] * weight.k * _rows(x))
 
-        if self.plan.sequential or not (self.program.sends or self.program.expects):
+        if self.room.is_alone:
             self._run_alone(matmul, bias, out, meanwhile)
         else:
             self._run_beside(matmul, bias, out, meanwhile)
@@ -163,13 +185,12 @@ class OutgoingCall(Running):
         self, matmul: Callable[[], None], bias: Tensor | None, out: Tensor, meanwhile: Callable[[], None] | None
     ) -> None:
         """Nothing leaves before the matmul is over: a second thread would only cost its hand-over."""
-        self.post()
+        self.context.post(self.call, self.text)
         matmul()
         self._open()
         sent = self._start_sends()
         if meanwhile is not None:
             meanwhile()
-
         self._finish_all(bias, out)
         if sent:
             self.listening(lambda: self._wait_for_sends(sent))
@@ -179,7 +200,7 @@ class OutgoingCall(Running):
     ) -> None:
         job = self.context.sender.start(self._send_all, on_error=self._poison)
         finish = None
-        if self.program.early:
+        if self.room.is_early:
             finish = self.context.finisher.start(lambda _: self._finish_after(job, bias, out))
         matmul()
         if meanwhile is not None:
@@ -204,23 +225,24 @@ class OutgoingCall(Running):
 
     def _open(self) -> None:
         """All ranks are here: messages may come."""
-        self.meet()
+        self.context.meet(self.call, self.text)
         self.transfers = [
-            self.recv(self._private(self.inbox_at + e.at, 1, e.elements), e.peer, e.tag) for e in self.program.expects
+            self.recv(self._private(self.room.inbox_at + e.at, 1, e.elements), e.peer, e.tag)
+            for e in self.program.expects
         ]
 
-    def _start_sends(self) -> list[tuple[SendBlock, float, Transfer]]:
+    def _start_sends(self) -> list[tuple[SendBlock, int, float, Transfer]]:
         sent = []
         for send in self.program.sends:
             data = self._gathered(send)
-            sent.append((send, record.now(), self.send(data, send.peer, send.tag)))
+            sent.append((send, data.nbytes, record.now(), self.send(data, send.peer, send.tag)))
         return sent
 
-    def _wait_for_sends(self, sent: list[tuple[SendBlock, float, Transfer]]) -> None:
-        for send, start, transfer in sent:
+    def _wait_for_sends(self, sent: list[tuple[SendBlock, int, float, Transfer]]) -> None:
+        for send, nbytes, start, transfer in sent:
             what = f"block {send.block} to rank {send.peer}"
             transfer.wait_until(self.call.deadline, what=f"{self.op}: {what}")
-            self.record("send", what, "send", start, nbytes=as_bytes(send.elements, self.dtype))
+            self.record("send", what, "send", start, nbytes=nbytes)
 
     def _gathered(self, send: SendBlock) -> Tensor:
         """The rows to send, once they are computed: in place, or added up over this host."""
@@ -229,7 +251,7 @@ class OutgoingCall(Running):
             return parts[0]
         total = self._private(send.parts[0].at, send.parts[0].rows, send.parts[0].cols)
         start = record.now()
-        add_parts(parts, total)
+        add_in_order(parts, total)
         self.summed.add(send.block)
         self.record("other", f"the host's sum of block {send.block}", "send", start)
         return total
@@ -278,7 +300,7 @@ class OutgoingCall(Running):
         return Arrivals(counters, self.context.finisher.start(watch, on_error=poison))
 
     def _wait_for_part(self, number: int) -> None:
-        what = f"{self.op}: part {number} of the output"
+        what = f"{self.op}: part {number} of the output, from rank {self.program.expects[number].peer}"
         if self.arrivals is None or threading.current_thread() is not threading.main_thread():
             self.transfers[number].wait_until(self.call.deadline, what=what)
         else:
@@ -297,7 +319,7 @@ class OutgoingCall(Running):
             return []
         result = self._shared(finish.result)
         result.copy_(target)
-        self.call.bank.counters(self.context.rank).add(self.published_at + finish.result.need)
+        self.call.bank.counters(self.context.rank).add(self.room.published_at + finish.result.need)
         return [self.send(result, peer, tag) for peer, tag in finish.forward]
 
     # Memory -------------------------------------------------------------------------------------------------
@@ -312,11 +334,11 @@ class OutgoingCall(Running):
         """The tensor of a view, once what it needs is there."""
         if v.space is Space.INBOX:
             self._wait_for_part(v.need)
-            return self._private(self.inbox_at + v.at, v.rows, v.cols)
+            return self._private(self.room.inbox_at + v.at, v.rows, v.cols)
         if v.space is Space.SUM:
             self.summed.wait(v.need, 1, timeout=self.left(), what=f"{self.op}: the host's sum of block {v.need}")
             return self._private(v.at, v.rows, v.cols)
-        counter = v.need + (self.published_at if v.space is Space.RESULT else 0)
+        counter = v.need + (self.room.published_at if v.space is Space.RESULT else 0)
         what = f"{self.op}: block {v.need} of rank {v.rank}"
         self.call.bank.counters(v.rank).wait(counter, v.tiles, timeout=self.left(), what=what)
         return self._shared(v)
@@ -324,3 +346,32 @@ class OutgoingCall(Running):
 
 def _rows(x: Tensor | Rows) -> int:
     return x.m if isinstance(x, Rows) else x.shape[0]
+
+
+# Sums -------------------------------------------------------------------------------------------------------
+
+
+def add_terms(terms: Sequence[Sequence[Tensor]], out: Tensor, bias: Tensor | None) -> None:
+    """out = (sum of terms[0]) + (sum of terms[1]) + ... + bias; a term holds the parts of one host.
+
+    >>> out = torch.empty(2)
+    >>> add_terms([[torch.ones(2), torch.ones(2)], [torch.ones(2)]], out, bias=torch.ones(2))
+    >>> out.tolist()
+    [4.0, 4.0]
+    """
+    parts = list(terms[0]) if len(terms) == 1 else [term[0] if len(term) == 1 else _sum_of(term) for term in terms]
+    if bias is None or out.dtype == torch.float32:
+        add_in_order(parts, out)
+        if bias is not None:
+            out.add_(bias)
+        return
+    total = parts[0].float()
+    for part in (*parts[1:], bias):
+        total.add_(part)
+    out.copy_(total)
+
+
+def _sum_of(parts: Sequence[Tensor]) -> Tensor:
+    total = torch.empty_like(parts[0])
+    add_in_order(parts, total)
+    return total

@@ -1,6 +1,6 @@
-"""Measures the curves of a group: all ranks at once, a fraction of a second, once.
+"""The plans of a group, the same on all ranks: chosen by rank 0 from speeds that all ranks measure together.
 
-Chooses plans for a group, the same on all ranks.
+The speeds (`Curves`) are measured once, when first needed: all ranks at once, for a fraction of a second.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from weft.kernels import linear
 from weft.overlap.blocks import Topology
 from weft.overlap.executor.resources import Worker, pack
 from weft.overlap.plan import Op, OverlapPlan, shared_dims
-from weft.overlap.predict import Curve, Curves, slowest, subadditive
 from weft.overlap.search import choose_plan, choose_sequential
+from weft.overlap.speeds import Curve, Curves, slowest, subadditive
 
-SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+_MOST_FITTED = 1024  # all-to-all has another number of rows in every call
+_SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _MATMUL = (96, 512, 1024)  # m, k, n: small enough to be quick, large enough to run at full speed
 _ADD_BYTES = 1 << 22
 _REPEATS = 5
@@ -31,120 +32,12 @@ _REPEATS = 5
 _LARGE, _SMALL = (1 << 19, 4), (1 << 14, 32)
 
 
-def measure_curves(group: Group) -> Curves:
-    """The curves of a group, the same on all ranks. Collective."""
-    topology = Topology(group.hosts)
-    own = torch.Generator()  # the caller's random numbers stay as they are
-    x = torch.randn(_MATMUL[0], _MATMUL[1], generator=own)
-    w = pack(torch.randn(_MATMUL[2], _MATMUL[1], generator=own))
-    group.barrier("probe of the matmul")
-
-    def matmul() -> None:
-        linear(x, w)
-
-    seconds = _fastest(matmul)
-    a, b = torch.ones(_ADD_BYTES // 4), torch.ones(_ADD_BYTES // 4)
-    added = _fastest(lambda: torch.add(a, b, out=a))
-    points = _wire(group, topology)
-    per_byte, per_message = _taken(group, topology, matmul)
-    mine = Curves(
-        wire=Curve(points),
-        flops=2.0 * _MATMUL[0] * _MATMUL[1] * _MATMUL[2] / seconds,
-        add_bytes=2 * _ADD_BYTES / added,
-        cpu_per_byte=per_byte,
-        call_overhead=points[0][1],
-        cpu_per_message=per_message,
-        handover=_handover(),
-    )
-    return slowest([Curves.from_json(text) for text in group.tell("curves", mine.to_json())])
-
-
-def _fastest(call: Callable[[], object], *, repeats: int = _REPEATS) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def _handover() -> float:
-    worker = Worker("weft-probe")
-    return _fastest(lambda: worker.start(lambda job: job.agreed()).join(seconds=60.0))
-
-
-def _wire(group: Group, topology: Topology) -> tuple[tuple[float, float], ...]:
-    """Bytes of a host's card against seconds: one rank of each host sends to the next host and receives."""
-    points: list[tuple[float, float]] = []
-    for size in SIZES:
-        group.barrier(f"probe of {size} bytes")
-        neighbours = _neighbours(group, topology)
-        seconds = 1e-6  # never the slowest
-        if neighbours is not None:
-            seconds = _fastest(partial(_swap, group, *neighbours, size), repeats=3 if size >= 1 << 20 else _REPEATS)
-        points.append((float(size), seconds))
-    return subadditive(points)
-
-
-def _taken(group: Group, topology: Topology, matmul: Callable[[], None]) -> tuple[float, float]:
-    """CPU seconds that a byte and a message take from a matmul that runs beside them.
-
-    More than the same messages cost alone: they interrupt the matmul and displace its data from the caches.
-    """
-    neighbours, worker, costs = _neighbours(group, topology), Worker("weft-probe"), []
-    for size, messages in (_LARGE, _SMALL):
-        group.barrier(f"probe of {messages} messages of {size} bytes beside a matmul")
-        if neighbours is not None:
-            swaps = partial(_swap, group, *neighbours, size, messages)
-            costs.append(statistics.median(_lost(worker, swaps, matmul) for _ in range(3)))
-    if not costs:
-        return 0.0, 0.0
-    (large, count), (small, many) = _LARGE, _SMALL
-    # costs[0] = count * (message + large * byte), costs[1] = many * (message + small * byte)
-    per_byte = max(0.0, (costs[0] / count - costs[1] / many) / (large - small))
-    return per_byte, max(0.0, costs[1] / many - small * per_byte)
-
-
-def _lost(worker: Worker, swaps: Callable[[], None], matmul: Callable[[], None]) -> float:
-    """Seconds by which matmuls come later while the worker swaps messages."""
-    alone = _fastest(matmul, repeats=3)
-    job = worker.start(lambda job: swaps())
-    start, done = time.perf_counter(), 0
-    while not job.is_finished():
-        matmul()
-        done += 1
-    elapsed = time.perf_counter() - start
-    job.join(seconds=60.0)
-    return max(0.0, elapsed - done * alone)
-
-
-def _neighbours(group: Group, topology: Topology) -> tuple[int, int] | None:
-    """The ranks that a host's first rank sends to and receives from; None for other ranks, and on one host."""
-    host = topology.hosts[group.rank]
-    if topology.count == 1 or group.rank != topology.ranks_of(host)[0]:
-        return None
-    right, left = (host + 1) % topology.count, (host - 1) % topology.count
-    return topology.ranks_of(right)[0], topology.ranks_of(left)[0]
-
-
-def _swap(group: Group, right: int, left: int, size: int, messages: int = 1) -> None:
-    out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    tag = group.line.mark(Mark.PROBE)
-    for _ in range(messages):
-        transfers = [group.recv(into, left, tag=tag), group.send(out, right, tag=tag)]
-        for transfer in transfers:
-            transfer.wait(what=f"probe of {size} bytes")
-
-
-_MOST_FITTED = 1024  # all-to-all has another number of rows in every call
-
-
 class Planner:
     """The plans of one group: given by a tuner, or predicted by rank 0 when first asked for.
 
     Plans are kept by the dimensions that all ranks share, so that either all ranks find one or none does, and then
     rank 0 tells the others: two ranks cannot choose differently. Where a thread plans while another one calls, a rank
-    may hear of a plan a moment before another; then rank 0's counts (see `agreement.py`).
+    may hear of a plan a moment before another; then rank 0's counts (see `context`).
     """
 
     def __init__(self, group: Group, *, why: str = "") -> None:
@@ -212,3 +105,111 @@ class Planner:
 
     def _key(self, op: Op, m: int, n: int, k: int, dtype: str) -> tuple[object, ...]:
         return op, dtype, shared_dims(op, m=m, n=n, k=k)
+
+
+# Measuring --------------------------------------------------------------------------------------------------
+
+
+def measure_curves(group: Group) -> Curves:
+    """The curves of a group, the same on all ranks. Collective."""
+    topology = Topology(group.hosts)
+    own = torch.Generator()  # the caller's random numbers stay as they are
+    x = torch.randn(_MATMUL[0], _MATMUL[1], generator=own)
+    w = pack(torch.randn(_MATMUL[2], _MATMUL[1], generator=own))
+    group.barrier("probe of the matmul")
+
+    def matmul() -> None:
+        linear(x, w)
+
+    seconds = _fastest(matmul)
+    a, b = torch.ones(_ADD_BYTES // 4), torch.ones(_ADD_BYTES // 4)
+    added = _fastest(lambda: torch.add(a, b, out=a))
+    points = _wire(group, topology)
+    per_byte, per_message = _taken(group, topology, matmul)
+    mine = Curves(
+        wire=Curve(points),
+        flops=2.0 * _MATMUL[0] * _MATMUL[1] * _MATMUL[2] / seconds,
+        add_bytes=2 * _ADD_BYTES / added,
+        cpu_per_byte=per_byte,
+        call_overhead=points[0][1],
+        cpu_per_message=per_message,
+        handover=_handover(),
+    )
+    return slowest([Curves.from_json(text) for text in group.tell("curves", mine.to_json())])
+
+
+def _fastest(call: Callable[[], object], *, repeats: int = _REPEATS) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _handover() -> float:
+    worker = Worker("weft-probe")
+    return _fastest(lambda: worker.start(lambda job: job.agreed()).join(seconds=60.0))
+
+
+def _wire(group: Group, topology: Topology) -> tuple[tuple[float, float], ...]:
+    """Bytes of a host's card against seconds: one rank of each host sends to the next host and receives."""
+    points: list[tuple[float, float]] = []
+    for size in _SIZES:
+        group.barrier(f"probe of {size} bytes")
+        neighbours = _neighbours(group, topology)
+        seconds = 1e-6  # never the slowest
+        if neighbours is not None:
+            seconds = _fastest(partial(_swap, group, *neighbours, size), repeats=3 if size >= 1 << 20 else _REPEATS)
+        points.append((float(size), seconds))
+    return subadditive(points)
+
+
+def _taken(group: Group, topology: Topology, matmul: Callable[[], None]) -> tuple[float, float]:
+    """CPU seconds that a byte and a message take from a matmul that runs beside them.
+
+    More than the same messages cost alone: they interrupt the matmul and displace its data from the caches.
+    """
+    neighbours, worker, costs = _neighbours(group, topology), Worker("weft-probe"), []
+    for size, messages in (_LARGE, _SMALL):
+        group.barrier(f"probe of {messages} messages of {size} bytes beside a matmul")
+        if neighbours is not None:
+            swaps = partial(_swap, group, *neighbours, size, messages)
+            costs.append(statistics.median(_lost(worker, swaps, matmul) for _ in range(3)))
+    if not costs:
+        return 0.0, 0.0
+    (large, count), (small, many) = _LARGE, _SMALL
+    # costs[0] = count * (message + large * byte), costs[1] = many * (message + small * byte)
+    per_byte = max(0.0, (costs[0] / count - costs[1] / many) / (large - small))
+    return per_byte, max(0.0, costs[1] / many - small * per_byte)
+
+
+def _lost(worker: Worker, swaps: Callable[[], None], matmul: Callable[[], None]) -> float:
+    """Seconds by which matmuls come later while the worker swaps messages."""
+    alone = _fastest(matmul, repeats=3)
+    job = worker.start(lambda job: swaps())
+    start, done = time.perf_counter(), 0
+    while not job.is_finished():
+        matmul()
+        done += 1
+    elapsed = time.perf_counter() - start
+    job.join(seconds=60.0)
+    return max(0.0, elapsed - done * alone)
+
+
+def _neighbours(group: Group, topology: Topology) -> tuple[int, int] | None:
+    """The ranks that a host's first rank sends to and receives from; None for other ranks, and on one host."""
+    host = topology.hosts[group.rank]
+    if topology.count == 1 or group.rank != topology.ranks_of(host)[0]:
+        return None
+    right, left = (host + 1) % topology.count, (host - 1) % topology.count
+    return topology.ranks_of(right)[0], topology.ranks_of(left)[0]
+
+
+def _swap(group: Group, right: int, left: int, size: int, messages: int = 1) -> None:
+    out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    tag = group.line.mark(Mark.PROBE)
+    for _ in range(messages):
+        transfers = [group.recv(into, left, tag=tag), group.send(out, right, tag=tag)]
+        for transfer in transfers:
+            transfer.wait(what=f"probe of {size} bytes")

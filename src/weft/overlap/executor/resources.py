@@ -1,13 +1,13 @@
-"""Buffers and counters that an op's ranks share, made once and used again.
+"""What a group's context makes once and uses again: shared buffers, packed weights, and threads.
 
-Calls use two *banks* in turn. A rank enters call c + 1 only when it has left call c, and in call c + 1 all ranks hear
-that all have entered it. So when call c + 2 starts, nobody reads the bank of call c any more, and it may be
-overwritten at once: no rank ever waits for a buffer. What counts as a call is one that all ranks have met for: one that
-was refused before, on some ranks or on all, leaves the next one its bank.
+*Banks* are buffers and counters that the ranks of a host share. Calls use two of them in turn. A rank enters call c + 1
+only when it has left call c, and in call c + 1 all ranks hear that all have entered it. So when call c + 2 starts,
+nobody reads the bank of call c any more, and it may be overwritten at once: no rank ever waits for a buffer. What
+counts as a call is one that all ranks have met for: one that was refused before, on some ranks or on all, leaves the
+next one its bank.
 
-Packed weights, kept as long as the dense ones that they come from.
-
-A thread that communicates while the caller's thread computes.
+*Packed weights* are kept as long as the dense ones that they come from. A *worker* is a thread that communicates while
+the caller's thread computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from weft.errors import PeerTimeout
 from weft.kernels import PackedWeight
 from weft.kernels.freshness import Stamp
 
-_SMALLEST_BYTES = 1 << 20
+SMALLEST_BYTES = 1 << 20
+"""Of a buffer."""
 _SMALLEST_COUNTERS = 1024
 
 
@@ -46,11 +47,10 @@ def size_class(need: int, smallest: int) -> int:
 
 @dataclass(frozen=True)
 class Need:
-    """What a call needs of its bank: shared bytes and counters, and private bytes. The same on all ranks."""
+    """What a call needs of its bank: shared bytes and counters. The same on all ranks."""
 
     shared_bytes: int
     counters: int
-    private_bytes: int = 0
 
 
 class Bank:
@@ -58,52 +58,50 @@ class Bank:
 
     def __init__(self, pg: ProcessGroup, line: Line, *, windows: bool, timeout: float) -> None:
         self._pg, self._timeout, self._line = pg, timeout, line
-        self._windows = windows
-        self._rank = pg.rank()
-        self._window: Window | None = None
-        self._shared = torch.empty(0, dtype=torch.uint8)
+        self._windows, self._rank = windows, pg.rank()
+        self._shared = {self._rank: torch.empty(0, dtype=torch.uint8)}  # of every rank of the host that shares memory
+        self._counters = {self._rank: Counters(0)}
         self._private = torch.empty(0, dtype=torch.uint8)
-        self._own = Counters(0)
         self.bound: dict[object, object] = {}  # tables over this memory, by plan
+        self.growths = 0  # how often memory was made: a call in which it was says nothing about the next
 
     def lacks(self, need: Need) -> bool:
         """Whether `grow`, which is collective, must come first."""
-        return self._shared.numel() < need.shared_bytes or len(self._own) < need.counters
+        own = self._rank
+        return self._shared[own].numel() < need.shared_bytes or len(self._counters[own]) < need.counters
 
     def grow(self, need: Need) -> None:
         """Makes room. Collective where there are windows: all ranks have the same need."""
-        nbytes = size_class(max(need.shared_bytes, self._shared.numel()), _SMALLEST_BYTES)
-        counters = size_class(max(need.counters, len(self._own)), _SMALLEST_COUNTERS)
-        self.bound.clear()
+        own = self._rank
+        nbytes = size_class(max(need.shared_bytes, self._shared[own].numel()), SMALLEST_BYTES)
+        counters = size_class(max(need.counters, len(self._counters[own])), _SMALLEST_COUNTERS)
+        self._replaced()
+        if not self._windows:
+            self._shared, self._counters = {own: _lasting(nbytes)}, {own: Counters(counters)}
+            return
         with torch.inference_mode(False):  # views, too, are written to in whatever mode later calls are in
-            if self._windows:
-                self._window = Window.create(
-                    self._pg, nbytes, counters_per_rank=counters, timeout=self._timeout, line=self._line
-                )
-                self._shared, self._own = self._window.local, self._window.counters(self._rank)
-            else:
-                self._shared, self._own = _lasting(nbytes), Counters(counters)
+            window = Window.create(self._pg, nbytes, counters_per_rank=counters, timeout=self._timeout, line=self._line)
+            self._shared = {rank: window.peer(rank) for rank in window.ranks}
+            self._counters = {rank: window.counters(rank) for rank in window.ranks}
 
     def private(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] that only this rank sees; its contents last for one call."""
         if self._private.numel() < nbytes:
-            self.bound.clear()
-            self._private = _lasting(size_class(nbytes, _SMALLEST_BYTES))
+            self._replaced()
+            self._private = _lasting(size_class(nbytes, SMALLEST_BYTES))
         return self._private[:nbytes]
+
+    def _replaced(self) -> None:
+        self.bound.clear()
+        self.growths += 1
 
     def shared(self, rank: int) -> Tensor:
         """The shared bytes of a rank of this host."""
-        if rank == self._rank:
-            return self._shared
-        assert self._window is not None
-        return self._window.peer(rank)
+        return self._shared[rank]
 
     def counters(self, rank: int) -> Counters:
         """The counters of a rank of this host."""
-        if rank == self._rank:
-            return self._own
-        assert self._window is not None
-        return self._window.counters(rank)
+        return self._counters[rank]
 
 
 def _lasting(nbytes: int) -> Tensor:

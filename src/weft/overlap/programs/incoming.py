@@ -17,9 +17,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 from weft.kernels.tiles import TileSchedule, Tiling
-from weft.overlap.blocks import cut_points
+from weft.overlap.blocks import Counts, cut_points, row_bounds
 from weft.overlap.plan import Op, OverlapPlan
-from weft.overlap.programs.outgoing import Counts, row_bounds
 
 
 class Store(str, Enum):
@@ -101,7 +100,29 @@ class Incoming:
 
     def touched(self, arrival: RowArrival) -> range:
         """The tile rows, hence counters, that read the rows of `arrival`."""
-        return range(arrival.m0 // self.tiling.tile_m, -(-arrival.m1 // self.tiling.tile_m))
+        return _tile_rows(self.tiling, arrival)
+
+
+@lru_cache(maxsize=512)
+def lower(plan: OverlapPlan, rank: int, counts: Counts | None = None) -> Incoming:
+    """The program of `rank`; the gather back needs to know how many rows went where."""
+    assert (counts is not None) == (plan.op is Op.GATHER_BACK), plan.op
+    gather = _Gather(plan, counts)
+    m = plan.m if counts is None else sum(counts[rank])
+    tiling = Tiling(m, plan.n, plan.tile_m, plan.tile_n)
+    tile_rows, needs = _tile_order(gather, rank, tiling)
+    return Incoming(
+        rank=rank,
+        tiling=tiling,
+        x_rows=gather.x_rows(rank),
+        offers=tuple(_offers(gather, rank)),
+        sends=tuple(_sends(gather, rank)),
+        expects=tuple(_expects(gather, rank)),
+        sources=_sources(gather, rank),
+        tile_rows=tile_rows,
+        needs=needs,
+        arrivals=tuple(c.arrival for s in range(plan.size) if s != rank for c in gather.chunks(s, rank)),
+    )
 
 
 @dataclass(frozen=True)
@@ -153,28 +174,6 @@ class _Gather:
     def readers(self, source: int, receiver: int) -> tuple[int, ...]:
         """Who reads rows of `source` where `receiver` has them."""
         return self.plan.topology.local(receiver) if self.counts is None else (receiver,)
-
-
-@lru_cache(maxsize=512)
-def lower(plan: OverlapPlan, rank: int, counts: Counts | None = None) -> Incoming:
-    """The program of `rank`; the gather back needs to know how many rows went where."""
-    assert (counts is not None) == (plan.op is Op.GATHER_BACK), plan.op
-    gather = _Gather(plan, counts)
-    m = plan.m if counts is None else sum(counts[rank])
-    tiling = Tiling(m, plan.n, plan.tile_m, plan.tile_n)
-    tile_rows, needs = _tile_order(gather, rank, tiling)
-    return Incoming(
-        rank=rank,
-        tiling=tiling,
-        x_rows=gather.x_rows(rank),
-        offers=tuple(_offers(gather, rank)),
-        sends=tuple(_sends(gather, rank)),
-        expects=tuple(_expects(gather, rank)),
-        sources=_sources(gather, rank),
-        tile_rows=tile_rows,
-        needs=needs,
-        arrivals=tuple(c.arrival for s in range(plan.size) if s != rank for c in gather.chunks(s, rank)),
-    )
 
 
 def _offers(gather: _Gather, rank: int) -> Iterator[Offer]:
@@ -239,9 +238,12 @@ def _tile_order(gather: _Gather, rank: int, tiling: Tiling) -> tuple[tuple[int, 
     for place, host in enumerate(hosts):
         for source in topology.ranks_of(host):
             for chunk in gather.chunks(source, rank) if source != rank else ():
-                there = chunk.arrival
-                for row in range(there.m0 // tiling.tile_m, -(-there.m1 // tiling.tile_m)):
+                for row in _tile_rows(tiling, chunk.arrival):
                     # What a window brings is there before anything that a wire does.
                     key[row] = max(key[row], (1 + (place > 0), chunk.number, place))
                     needs[row] += 1
     return tuple(sorted(range(tiling.rows), key=lambda row: (key[row], row))), tuple(needs)
+
+
+def _tile_rows(tiling: Tiling, arrival: RowArrival) -> range:
+    return range(arrival.m0 // tiling.tile_m, -(-arrival.m1 // tiling.tile_m))

@@ -11,8 +11,6 @@ a byte crosses a card once.
 *Who adds up.* Reduce-scatter: the owner of the rows. All-reduce: block j belongs to rank j mod P; with two hosts, the
 gateways of both exchange their host's sums and both add them up, which takes as many bytes and one message less. With
 more hosts each computes the blocks of the next hosts before its own, so that no card has all others against it.
-
-From a plan to the programs of its ranks, for the ops whose output travels.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
 
-from weft.overlap.blocks import Block, Cut, Topology, nested
+from weft.overlap.blocks import Block, Counts, Cut, Topology, nested, row_bounds
 from weft.overlap.plan import Op, OverlapPlan
 
 
@@ -115,93 +113,6 @@ class Outgoing:
         return any(f.forward for f in self.finishes)
 
 
-Counts = tuple[tuple[int, ...], ...]  # counts[s][d]: how many rows of rank s go to rank d
-
-
-def part(cut: Cut, rank: int, number: int, rows: tuple[int, int]) -> View:
-    """Rows of a block of `rank`."""
-    block = cut.blocks[number]
-    at, count = block.view_at(rows[0]), rows[1] - rows[0]
-    return View(Space.PART, rank, at, count, block.cols, number, tiles=cut.tile_count(block))
-
-
-def parts_of(plan: OverlapPlan, cut: Cut, rank: int, number: int, rows: tuple[int, int]) -> tuple[View, ...]:
-    """Rows of a block as all ranks on the host of `rank` have computed them; they cut alike."""
-    return tuple(part(cut, local, number, rows) for local in plan.topology.local(rank))
-
-
-def overlap(block: Block, start: int, end: int) -> tuple[int, int] | None:
-    rows = max(block.m0, start), min(block.m1, end)
-    return rows if rows[0] < rows[1] else None
-
-
-@dataclass(frozen=True)
-class Inbound:
-    """A message that will arrive: what it holds and where it will lie."""
-
-    number: int
-    rank: int
-    block: Block  # of the output's rows and columns; `at` counts in the inbox
-
-    def view(self, box: Block) -> View:
-        at = self.block.view_at(box.m0) + box.n0 - self.block.n0
-        return View(Space.INBOX, self.rank, at, box.rows, box.cols, self.number)
-
-
-def inbound_of(
-    plan: OverlapPlan, rank: int, sends: Sequence[Iterator[SendBlock]], cuts: Sequence[Cut]
-) -> list[Inbound]:
-    """What the other ranks' `sends` bring to `rank`, stored one after the other."""
-    found: list[Inbound] = []
-    at = 0
-    for peer in range(plan.size):
-        for send in sends[peer] if peer != rank else ():
-            if send.peer == rank:
-                block = cuts[peer].blocks[send.block]
-                found.append(Inbound(len(found), peer, Block(*send.rows, block.n0, block.n1, at=at)))
-                at += send.elements
-    return found
-
-
-def expects_of(inbound: Sequence[Inbound], tags: Sequence[int]) -> tuple[Expect, ...]:
-    return tuple(Expect(i.rank, t, i.block.at, i.block.rows * i.block.cols) for i, t in zip(inbound, tags, strict=True))
-
-
-def tags_in_order(inbound: Sequence[Inbound]) -> list[int]:
-    """Tags as the senders gave them: counted from 1 for each sender."""
-    seen: dict[int, int] = {}
-    tags = []
-    for message in inbound:
-        seen[message.rank] = seen.get(message.rank, 0) + 1
-        tags.append(seen[message.rank])
-    return tags
-
-
-def contains(outer: Block, box: Block) -> bool:
-    return outer.m0 <= box.m0 and box.m1 <= outer.m1 and outer.n0 <= box.n0 and box.n1 <= outer.n1
-
-
-def pieces(own: tuple[int, int], blocks: Sequence[Block]) -> list[Block]:
-    """The rows `own` in boxes that no block's edge crosses; `at` is not used."""
-    row_edges = {*own} | {e for b in blocks for e in (b.m0, b.m1) if own[0] < e < own[1]}
-    col_edges = {e for b in blocks for e in (b.n0, b.n1)}
-    rows, cols = list(pairwise(sorted(row_edges))), list(pairwise(sorted(col_edges)))
-    return [Block(m0, m1, n0, n1, at=0) for m0, m1 in rows for n0, n1 in cols]
-
-
-def shifted(box: Block, rows: int) -> Block:
-    return Block(box.m0 - rows, box.m1 - rows, box.n0, box.n1, at=0)
-
-
-def row_bounds(counts: Sequence[int]) -> tuple[int, ...]:
-    """Where each destination's rows start when rows are sorted by destination, and the end.
-
-    >>> row_bounds([2, 0, 3])
-    (0, 2, 2, 5)
-    """
-    return tuple(sum(counts[:i]) for i in range(len(counts) + 1))
-
-
 @lru_cache(maxsize=512)
 def lower(plan: OverlapPlan, rank: int, counts: Counts | None = None) -> Outgoing:
     """The program of `rank`; all-to-all needs to know how many rows go where."""
@@ -214,10 +125,6 @@ def lower(plan: OverlapPlan, rank: int, counts: Counts | None = None) -> Outgoin
     return _lower_reduce_scatter(plan, rank)
 
 
-def _as_cut(cut: Cut) -> tuple[int, ...]:
-    return tuple(range(len(cut.blocks)))
-
-
 # Reduce-scatter ---------------------------------------------------------------------------------------------
 
 
@@ -228,31 +135,31 @@ def _reduce_scatter_sends(plan: OverlapPlan, rank: int) -> Iterator[SendBlock]:
     cut = plan.cut(host, bounds)
     for number, block in enumerate(cut.blocks):
         for owner in topology.destinations(host):
-            rows = overlap(block, bounds[owner], bounds[owner + 1])
+            rows = _rows_within(block, bounds[owner], bounds[owner + 1])
             if rows is None or topology.hosts[owner] == host or topology.gateway(owner, host) != rank:
                 continue
             tags[owner] += 1
-            yield SendBlock(owner, tags[owner], parts_of(plan, cut, rank, number, rows), number, rows)
+            yield SendBlock(owner, tags[owner], _parts_of(plan, cut, rank, number, rows), number, rows)
 
 
 def _lower_reduce_scatter(plan: OverlapPlan, rank: int) -> Outgoing:
     topology, bounds = plan.topology, plan.shard_bounds
     cuts = [plan.cut(host, bounds) for host in topology.hosts]
     sends = [_reduce_scatter_sends(plan, peer) for peer in range(plan.size)]
-    inbound = inbound_of(plan, rank, sends, cuts)
+    inbound = _inbound_of(plan, rank, sends, cuts)
     own = bounds[rank], bounds[rank + 1]
     cut = cuts[rank]
     finishes = []
     if own[0] < own[1]:
-        for box in pieces(own, [*cut.blocks, *(i.block for i in inbound)]):
-            number = next(j for j, b in enumerate(cut.blocks) if contains(b, box))
-            parts = {p.rank: p for p in parts_of(plan, cut, rank, number, (box.m0, box.m1))}
-            parts |= {i.rank: i.view(box) for i in inbound if contains(i.block, box)}
+        for box in _pieces(own, [*cut.blocks, *(i.block for i in inbound)]):
+            number = next(j for j, b in enumerate(cut.blocks) if _contains(b, box))
+            parts = {p.rank: p for p in _parts_of(plan, cut, rank, number, (box.m0, box.m1))}
+            parts |= {i.rank: i.view(box) for i in inbound if _contains(i.block, box)}
             terms = tuple(tuple(parts[r] for r in ranks) for ranks in nested(plan.hosts, tuple(parts)))
-            finishes.append(Finish(shifted(box, own[0]), terms))
+            finishes.append(Finish(_shifted(box, own[0]), terms))
     mine = tuple(_reduce_scatter_sends(plan, rank))
     return Outgoing(
-        rank, cut, mine, expects_of(inbound, tags_in_order(inbound)), tuple(finishes), own[1] - own[0], _as_cut(cut)
+        rank, cut, mine, _expects_of(inbound, _tags_in_order(inbound)), tuple(finishes), own[1] - own[0], _as_cut(cut)
     )
 
 
@@ -287,7 +194,7 @@ def _all_reduce_sends(plan: OverlapPlan, rank: int) -> Iterator[SendBlock]:
             continue
         tags[peer] += 1
         rows = (block.m0, block.m1)
-        yield SendBlock(peer, tags[peer], parts_of(plan, cut, rank, number, rows), number, rows)
+        yield SendBlock(peer, tags[peer], _parts_of(plan, cut, rank, number, rows), number, rows)
 
 
 def _forward_tag(plan: OverlapPlan, block: int) -> int:
@@ -299,12 +206,12 @@ def _lower_all_reduce(plan: OverlapPlan, rank: int) -> Outgoing:
     topology = plan.topology
     cut = plan.cut(0, plan.shard_bounds)
     sends = [_all_reduce_sends(plan, peer) for peer in range(plan.size)]
-    inbound = inbound_of(plan, rank, sends, [cut] * plan.size)
-    tags = tags_in_order(inbound)
+    inbound = _inbound_of(plan, rank, sends, [cut] * plan.size)
+    tags = _tags_in_order(inbound)
     mine = tuple(_all_reduce_sends(plan, rank))
-    by_block: dict[int, list[Inbound]] = {}
+    by_block: dict[int, list[_Inbound]] = {}
     for message in inbound:
-        number = next(j for j, b in enumerate(cut.blocks) if contains(b, message.block))
+        number = next(j for j, b in enumerate(cut.blocks) if _contains(b, message.block))
         by_block.setdefault(number, []).append(message)
     order = _all_reduce_order(topology, topology.hosts[rank], len(cut.blocks))
     finishes = []
@@ -321,18 +228,18 @@ def _lower_all_reduce(plan: OverlapPlan, rank: int) -> Outgoing:
             finishes.append(Finish(block, terms, None if alone and not forward else result, forward))
         else:
             at = sum(i.block.rows * i.block.cols for i in inbound)
-            message = Inbound(len(inbound), owner, Block(block.m0, block.m1, block.n0, block.n1, at=at))
+            message = _Inbound(len(inbound), owner, Block(block.m0, block.m1, block.n0, block.n1, at=at))
             inbound.append(message)
             tags.append(_forward_tag(plan, number))
             finishes.append(Finish(block, ((message.view(block),),), None if alone else result, whole=True))
-    return Outgoing(rank, cut, mine, expects_of(inbound, tags), tuple(finishes), plan.m, order)
+    return Outgoing(rank, cut, mine, _expects_of(inbound, tags), tuple(finishes), plan.m, order)
 
 
 def _all_reduce_terms(
-    plan: OverlapPlan, cut: Cut, rank: int, number: int, inbound: Sequence[Inbound], sends: Sequence[SendBlock]
+    plan: OverlapPlan, cut: Cut, rank: int, number: int, inbound: Sequence[_Inbound], sends: Sequence[SendBlock]
 ) -> tuple[tuple[View, ...], ...]:
     block = cut.blocks[number]
-    parts = {p.rank: p for p in parts_of(plan, cut, rank, number, (block.m0, block.m1))}
+    parts = {p.rank: p for p in _parts_of(plan, cut, rank, number, (block.m0, block.m1))}
     if len(parts) > 1 and any(s.block == number for s in sends):  # the sender has added them up already
         parts = {rank: View(Space.SUM, rank, block.at, block.rows, block.cols, number)}
     parts |= {i.rank: i.view(block) for i in inbound}
@@ -354,16 +261,16 @@ def _all_to_all_sends(plan: OverlapPlan, rank: int, counts: Counts) -> Iterator[
     cut = _all_to_all_cut(plan, rank, counts)
     for number, block in enumerate(cut.blocks):
         for owner in topology.destinations(host):
-            rows = overlap(block, bounds[owner], bounds[owner + 1])
+            rows = _rows_within(block, bounds[owner], bounds[owner + 1])
             if rows is not None and topology.hosts[owner] != host:
                 tags[owner] += 1
-                yield SendBlock(owner, tags[owner], (part(cut, rank, number, rows),), number, rows)
+                yield SendBlock(owner, tags[owner], (_part(cut, rank, number, rows),), number, rows)
 
 
 def _lower_all_to_all(plan: OverlapPlan, rank: int, counts: Counts) -> Outgoing:
     cuts = [_all_to_all_cut(plan, peer, counts) for peer in range(plan.size)]
     sends = [_all_to_all_sends(plan, peer, counts) for peer in range(plan.size)]
-    inbound = inbound_of(plan, rank, sends, cuts)
+    inbound = _inbound_of(plan, rank, sends, cuts)
     starts = row_bounds([counts[source][rank] for source in range(plan.size)])
     finishes = []
     for source in range(plan.size):
@@ -371,13 +278,95 @@ def _lower_all_to_all(plan: OverlapPlan, rank: int, counts: Counts) -> Outgoing:
         move = first - starts[source]
         if plan.topology.hosts[source] != plan.topology.hosts[rank]:
             arriving = (i for i in inbound if i.rank == source)
-            finishes += [Finish(shifted(i.block, move), ((i.view(i.block),),)) for i in arriving]
+            finishes += [Finish(_shifted(i.block, move), ((i.view(i.block),),)) for i in arriving]
             continue
         for number, block in enumerate(cuts[source].blocks):
-            rows = overlap(block, first, first + counts[source][rank])
+            rows = _rows_within(block, first, first + counts[source][rank])
             if rows is not None:
-                box = shifted(Block(*rows, block.n0, block.n1, at=0), move)
-                finishes.append(Finish(box, ((part(cuts[source], source, number, rows),),)))
+                box = _shifted(Block(*rows, block.n0, block.n1, at=0), move)
+                finishes.append(Finish(box, ((_part(cuts[source], source, number, rows),),)))
     mine = tuple(_all_to_all_sends(plan, rank, counts))
-    expects = expects_of(inbound, tags_in_order(inbound))
+    expects = _expects_of(inbound, _tags_in_order(inbound))
     return Outgoing(rank, cuts[rank], mine, expects, tuple(finishes), starts[-1], _as_cut(cuts[rank]))
+
+
+# What the three share -------------------------------------------------------------------------------------------
+
+
+def _part(cut: Cut, rank: int, number: int, rows: tuple[int, int]) -> View:
+    """Rows of a block of `rank`."""
+    block = cut.blocks[number]
+    at, count = block.view_at(rows[0]), rows[1] - rows[0]
+    return View(Space.PART, rank, at, count, block.cols, number, tiles=cut.tile_count(block))
+
+
+def _parts_of(plan: OverlapPlan, cut: Cut, rank: int, number: int, rows: tuple[int, int]) -> tuple[View, ...]:
+    """Rows of a block as all ranks on the host of `rank` have computed them; they cut alike."""
+    return tuple(_part(cut, local, number, rows) for local in plan.topology.local(rank))
+
+
+def _rows_within(block: Block, start: int, end: int) -> tuple[int, int] | None:
+    rows = max(block.m0, start), min(block.m1, end)
+    return rows if rows[0] < rows[1] else None
+
+
+@dataclass(frozen=True)
+class _Inbound:
+    """A message that will arrive: what it holds and where it will lie."""
+
+    number: int
+    rank: int
+    block: Block  # of the output's rows and columns; `at` counts in the inbox
+
+    def view(self, box: Block) -> View:
+        at = self.block.view_at(box.m0) + box.n0 - self.block.n0
+        return View(Space.INBOX, self.rank, at, box.rows, box.cols, self.number)
+
+
+def _inbound_of(
+    plan: OverlapPlan, rank: int, sends: Sequence[Iterator[SendBlock]], cuts: Sequence[Cut]
+) -> list[_Inbound]:
+    """What the other ranks' `sends` bring to `rank`, stored one after the other."""
+    found: list[_Inbound] = []
+    at = 0
+    for peer in range(plan.size):
+        for send in sends[peer] if peer != rank else ():
+            if send.peer == rank:
+                block = cuts[peer].blocks[send.block]
+                found.append(_Inbound(len(found), peer, Block(*send.rows, block.n0, block.n1, at=at)))
+                at += send.elements
+    return found
+
+
+def _expects_of(inbound: Sequence[_Inbound], tags: Sequence[int]) -> tuple[Expect, ...]:
+    return tuple(Expect(i.rank, t, i.block.at, i.block.rows * i.block.cols) for i, t in zip(inbound, tags, strict=True))
+
+
+def _tags_in_order(inbound: Sequence[_Inbound]) -> list[int]:
+    """Tags as the senders gave them: counted from 1 for each sender."""
+    seen: dict[int, int] = {}
+    tags = []
+    for message in inbound:
+        seen[message.rank] = seen.get(message.rank, 0) + 1
+        tags.append(seen[message.rank])
+    return tags
+
+
+def _contains(outer: Block, box: Block) -> bool:
+    return outer.m0 <= box.m0 and box.m1 <= outer.m1 and outer.n0 <= box.n0 and box.n1 <= outer.n1
+
+
+def _pieces(own: tuple[int, int], blocks: Sequence[Block]) -> list[Block]:
+    """The rows `own` in boxes that no block's edge crosses; `at` is not used."""
+    row_edges = {*own} | {e for b in blocks for e in (b.m0, b.m1) if own[0] < e < own[1]}
+    col_edges = {e for b in blocks for e in (b.n0, b.n1)}
+    rows, cols = list(pairwise(sorted(row_edges))), list(pairwise(sorted(col_edges)))
+    return [Block(m0, m1, n0, n1, at=0) for m0, m1 in rows for n0, n1 in cols]
+
+
+def _shifted(box: Block, rows: int) -> Block:
+    return Block(box.m0 - rows, box.m1 - rows, box.n0, box.n1, at=0)
+
+
+def _as_cut(cut: Cut) -> tuple[int, ...]:
+    return tuple(range(len(cut.blocks)))

@@ -1,6 +1,8 @@
-"""Overlapped matmuls on devices with streams: the executor of GPUs.
+"""Overlapped matmuls on devices with streams: the executor of GPUs. Its functions are those of `MatmulExecutor`.
 
-Its functions are those of `weft.overlap.executor.calls`.
+gather   matmuls whose input travels; scatter: those whose output does
+state    what is kept for a group: streams, the other ranks' memory, tables, late kernels; and the plans of a device
+device   streams and mapped memory: of a GPU, and the same with threads and windows on a CPU
 
 A call puts everything into two streams and returns: the host waits for nothing, so a call can be captured in a graph
 after one that was not. Every kernel that waits has the group's timeout; one that gave up sets a flag, which a later
@@ -19,8 +21,7 @@ from torch import Tensor
 
 from weft.kernels import PackedWeight
 from weft.kernels import triton as kernels
-from weft.overlap.executor.call import row_major
-from weft.overlap.executor.calls import Asked, exchange_counts
+from weft.overlap.executor.call import Request, exchange_counts, row_major
 from weft.overlap.executor.context import Context
 from weft.overlap.plan import Op, Transport
 from weft.overlap.streams.gather import all_gather
@@ -38,7 +39,7 @@ def gather_matmul(
     y = x.new_empty(m, weight.n)
     with context.call() as call:
         state = state_of(context, x)
-        found = state.plan(Asked(Op.ALL_GATHER, m, weight.n, weight.k, x.dtype, plan, bias is not None))
+        found = state.plan(Request(Op.ALL_GATHER, m, weight.n, weight.k, x.dtype, plan, bias is not None))
         with state.call(found, call.deadline, bias=bias is not None):
             gathered = all_gather(state, found, x, weight, bias=bias, out=y)
     return y, gathered if keep else x.new_empty(0, weight.k)
@@ -58,7 +59,7 @@ def matmul_scatter(
     x = row_major(x)
     with context.call() as call:
         state = state_of(context, x)
-        found = state.plan(Asked(op, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None))
+        found = state.plan(Request(op, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None))
         bounds = found.shard_bounds
         rows = found.m if op is Op.ALL_REDUCE else bounds[state.rank + 1] - bounds[state.rank]
         y = x.new_empty(rows, weight.n)
@@ -80,8 +81,8 @@ def matmul_scatter_rows(
     x = row_major(x)
     with context.call() as call:
         state = state_of(context, x)
-        asked = Asked(Op.ALL_TO_ALL, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None)
-        found = state.plan(asked)
+        request = Request(Op.ALL_TO_ALL, x.shape[0], weight.n, weight.k, x.dtype, plan, bias is not None)
+        found = state.plan(request)
         with state.call(found, call.deadline, bias=bias is not None):
             counts = exchange_counts(context, call, destinations.cpu())
             sent, taken = list(counts[state.rank]), [row[state.rank] for row in counts]
@@ -102,7 +103,7 @@ def gather_rows_matmul(context: Context, x: Tensor, weight: PackedWeight, counts
         state = state_of(context, x)
         back, taken = [row[state.rank] for row in table], table[state.rank]
         gathered = x.new_empty(sum(taken), weight.k)
-        found = state.plan(Asked(Op.GATHER_BACK, gathered.shape[0], weight.n, weight.k, x.dtype, "", bias=False))
+        found = state.plan(Request(Op.GATHER_BACK, gathered.shape[0], weight.n, weight.k, x.dtype, "", bias=False))
         with state.call(found, call.deadline, bias=False):
             exchange = dist.all_to_all_single
             y = x.new_empty(gathered.shape[0], weight.n)

@@ -1,17 +1,14 @@
-"""The few things that the executor asks of a device: streams, the order between them, and whether it is capturing.
+"""The few things that the executor asks of a device: streams, the order between them, and the other ranks' memory.
 
-`cuda.py` is what GPUs have. `threads.py` is the same with threads for streams, so that all other code of this folder
-runs where there is no GPU.
+    protocol   on a GPU            on a CPU
+    Device     CudaDevice          ThreadDevice, with threads for streams
+    Peers      SymmetricPeers      WindowPeers
 
-Streams of a GPU. This has never run on a GPU: it was type-checked, and its twin in `threads.py` was run.
+What is on a CPU exercises the code that GPUs run, order for order, with Triton's interpreter and gloo; it is not a fast
+way to compute there. What is on a GPU has never run on one: it was type-checked, and its twin was run.
 
-Threads for streams: how the executor runs on a CPU, with Triton's interpreter and gloo.
-
-It is there to exercise the code that GPUs run, order for order; it is not a fast way to compute on a CPU.
-
-Memory of the other ranks, mapped here: what a tile is written to, and rows are copied from, without a message.
-
-On GPUs it is torch's symmetric memory, where all ranks share a host; on a CPU a window.
+`Peers` is memory of the other ranks, mapped here: what a tile is written to, and rows are copied from, without a
+message; where all ranks share a host.
 """
 
 from __future__ import annotations
@@ -94,7 +91,6 @@ def device_of(tensor: Tensor, late: Late) -> Device:
     """The device that a tensor is on. `late` is set when a thread of a stream fails, so that no kernel waits on."""
     if tensor.is_cuda:
         return CudaDevice(tensor.device)
-
     return ThreadDevice(late)
 
 
@@ -295,7 +291,6 @@ class SymmetricPeers:
 
     def __init__(self, pg: ProcessGroup, nbytes: int, device: torch.device, *, timeout: float) -> None:
         symmetric = symmetric_memory()
-
         self.nbytes = -(-nbytes // 16) * 16
         self._size, self._milliseconds = pg.size(), int(timeout * 1000)
         total = self.nbytes + 4 * self._size

@@ -5,7 +5,7 @@
 
 Rows come by copies out of the other ranks' memory where that is mapped, otherwise by messages: at each step every rank
 sends to one and receives from one, so that all links are busy. Chunks, counters and the order of tiles are those of
-`incoming.py`, for ranks that share no window.
+`programs.incoming`, for ranks that share no window.
 
 This has never run on a GPU: it was run with threads for streams, gloo, and Triton's interpreter.
 """

@@ -1,4 +1,6 @@
-"""Matmuls whose output travels by collectives of a process group, group of tiles by group of tiles.
+"""Matmuls whose output travels: by collectives of a process group, or straight into the memory of its owner.
+
+*By collectives*, group of tiles by group of tiles.
 
     compute   | matmul: group 0 | group 1 | group 2 |                       | rest of the model
     side      |      wait for 0 | collective 0 | wait for 1, collective 1 | 2 |
@@ -7,16 +9,15 @@ The matmul's epilogue stores each group of tiles end to end and counts them. On 
 each collective back until its group is stored. All-reduce is cut along rows where that is possible, so that a group is
 a slice of the output itself; reduce-scatter and all-to-all along columns, so that each group has rows for every rank.
 
-This has never run on a GPU: it was run with threads for streams, gloo, and Triton's interpreter.
-
-matmul_reduce_scatter without collectives: the epilogue writes each tile into the buffer of the rank that owns it.
+*To owners* (reduce-scatter, where memory is mapped): the epilogue writes each tile into the buffer of the rank that
+owns it.
 
     compute   | barrier | matmul, each tile to its owner's memory, one signal there | sum of all ranks' parts |
 
 Rank r starts with the tiles of rank r + 1, so that no two ranks write to one at the same time. Parts are added in rank
 order, so the bits depend on no timing.
 
-This has never run on a GPU: it was run with threads for streams, windows, and Triton's interpreter.
+This has never run on a GPU: it was run with threads for streams, gloo, windows, and Triton's interpreter.
 """
 
 from __future__ import annotations

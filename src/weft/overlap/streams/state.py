@@ -1,6 +1,6 @@
-"""Plans for devices that compute many tiles at once; none is measured yet, so they follow from sizes alone.
+"""What the stream executor keeps for a group: streams, peers' memory, tables, and the flag of late kernels.
 
-What the stream executor keeps for a group: streams, peers' memory, tables, and the flag of late kernels.
+And its plans, for devices that compute many tiles at once: none is measured yet, so they follow from sizes alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from weft.comm.deadline import Deadline
 from weft.errors import PeerLost, PeerTimeout
 from weft.kernels.triton import Late
 from weft.overlap.blocks import Axis, chunk_bounds
-from weft.overlap.executor.call import call_text
-from weft.overlap.executor.calls import Asked, given_plan
+from weft.overlap.executor.call import GRACE_SECONDS, Request, call_text
 from weft.overlap.executor.context import Context, Statement, context_of
-from weft.overlap.executor.resources import size_class
+from weft.overlap.executor.resources import SMALLEST_BYTES, size_class
 from weft.overlap.plan import Op, OverlapPlan, Transport
 from weft.overlap.streams.device import Peers, StreamEvent, can_map, device_of, map_peers
 
@@ -121,14 +120,12 @@ def waited_for(plan: OverlapPlan, number: int) -> str:
     return f"{plan.op.value}: group {number} of this rank's own tiles"
 
 
-_SMALLEST_BYTES = 1 << 20
 _MOST_TABLES = 256
-_GRACE_SECONDS = 5.0  # on top of the deadline of every wait, for the end of what waited
 _Table = TypeVar("_Table")
 
 
 @dataclass(frozen=True, eq=False)
-class _Watched:
+class _LateFlag:
     """The flag of late kernels after a call, on its way to the host."""
 
     plan: OverlapPlan
@@ -151,16 +148,14 @@ class State:
         self._captured: list[object] = []  # graphs hold addresses of this memory
         self._tables: dict[object, object] = {}
         self._agreed: set[str] = set()
-        self._watched: list[_Watched] = []
+        self._watched: list[_LateFlag] = []
 
-    def plan(self, asked: Asked) -> OverlapPlan:
+    def plan(self, request: Request) -> OverlapPlan:
         """The plan to follow."""
-        if asked.plan:
-            return check_plan(given_plan(self.context, asked), maps=self.maps)
-        return default_plan(
-            asked.op, asked.m, asked.n, asked.k, asked.dtype_name, self.context.hosts,
-            maps=self.maps, tiles_at_once=self.device.tiles_at_once(),
-        )  # fmt: skip
+        hosts = self.context.hosts
+        if request.plan:
+            return check_plan(request.given_plan(hosts), maps=self.maps)
+        return default_plan(*request.shape, hosts, maps=self.maps, tiles_at_once=self.device.tiles_at_once())
 
     @contextmanager
     def call(self, plan: OverlapPlan, deadline: Deadline, *, bias: bool) -> Iterator[None]:
@@ -174,11 +169,11 @@ class State:
             self.context.agreement.meet(Statement(text), deadline=deadline)
             self._agreed.add(text)
         yield
-        self.device.finish(seconds=self.context.group.timeout + _GRACE_SECONDS)
+        self.device.finish(seconds=self.context.group.timeout + GRACE_SECONDS)
         if self.device.is_capturing():
             self._captured.append((self._peers, *self._tables.values()))
         else:
-            self._watched.append(_Watched(plan, *self.device.fetch(self.late.flag)))
+            self._watched.append(_LateFlag(plan, *self.device.fetch(self.late.flag)))
             self._poll()
 
     def _poll(self) -> None:
@@ -201,7 +196,7 @@ class State:
         if self._peers is None or self._peers.nbytes < nbytes:
             self.device.synchronize()  # nothing may still use what is replaced
             self._tables.clear()
-            self._peers = map_peers(self.pg, size_class(nbytes, _SMALLEST_BYTES), self._like, timeout=self.timeout)
+            self._peers = map_peers(self.pg, size_class(nbytes, SMALLEST_BYTES), self._like, timeout=self.timeout)
         return self._peers
 
     def table(self, plan: OverlapPlan, make: Callable[[], _Table]) -> _Table:

@@ -1,5 +1,7 @@
 """Norms with and without a restored order, gathers, rotary positions and gates, against torch in double precision."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -114,11 +116,19 @@ def test_a_norm_undoes_the_order(name, dtype, rms):
         assert torch.equal(g, w)
 
 
+def stored_at(cut: blocks.Cut) -> Iterator[tuple[int, int, int]]:
+    """(row, column, place) of every element: the map that a consumer undoes."""
+    for block in cut.blocks:
+        for row in range(block.m0, block.m1):
+            for col in range(block.n0, block.n1):
+                yield row, col, block.view_at(row) + col - block.n0
+
+
 def test_a_cut_and_its_order_agree():
     """`overlap` says where each element of a cut is stored; the order made of its blocks must say the same."""
     for cut in (blocks.cut_rows(TILING, [2, 1], [2, 0, 1]), blocks.cut_cols(TILING, [1, 2])):
         order = of_cut(cut)
-        for row, col, place in cut.stored_at():
+        for row, col, place in stored_at(cut):
             piece = row // order.rows, col // order.cols
             assert order.starts[piece] + row % order.rows * order.strides[piece] + col % order.cols == place
 

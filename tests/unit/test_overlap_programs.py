@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.comm.host_collectives import add_in_order
 from weft.kernels.tiles import Tiling
 from weft.overlap import blocks
 from weft.overlap.blocks import (
@@ -21,7 +23,7 @@ from weft.overlap.blocks import (
     nested,
     rows_by_destination,
 )
-from weft.overlap.executor.outgoing import add_parts, add_terms
+from weft.overlap.executor.outgoing import add_terms
 from weft.overlap.plan import Op, OverlapPlan, Transport
 from weft.overlap.programs import incoming, outgoing
 from weft.overlap.programs.incoming import Store
@@ -52,9 +54,17 @@ def test_weights_that_add_up_are_the_sizes(sizes: list[int]) -> None:
     assert [b - a for a, b in pairwise(points)] == sizes
 
 
+def stored_at(cut: blocks.Cut) -> Iterator[tuple[int, int, int]]:
+    """(row, column, place) of every element: the map that a consumer undoes."""
+    for block in cut.blocks:
+        for row in range(block.m0, block.m1):
+            for col in range(block.n0, block.n1):
+                yield row, col, block.view_at(row) + col - block.n0
+
+
 def is_permutation(cut: blocks.Cut) -> bool:
-    places = sorted(place for _, _, place in cut.stored_at())
-    elements = {(row, col) for row, col, _ in cut.stored_at()}
+    places = sorted(place for _, _, place in stored_at(cut))
+    elements = {(row, col) for row, col, _ in stored_at(cut)}
     return places == list(range(cut.elements)) and len(elements) == cut.elements
 
 
@@ -110,7 +120,7 @@ def outgoing_results(p: OverlapPlan, products: list[torch.Tensor], counts=None) 
     parts = []
     for program, product in zip(programs, products, strict=True):
         stored = torch.full((product.numel(),), float("nan"))
-        for row, col, place in program.cut.stored_at():
+        for row, col, place in stored_at(program.cut):
             stored[place] = product[row, col]
         parts.append(stored)
     views = {Space.PART: parts, Space.RESULT: [t.clone() for t in parts], Space.SUM: [t.clone() for t in parts]}
@@ -123,7 +133,7 @@ def outgoing_results(p: OverlapPlan, products: list[torch.Tensor], counts=None) 
     for rank, program in enumerate(programs):
         for send in program.sends:
             total = torch.empty(send.parts[0].rows, send.parts[0].cols)
-            add_parts([view(v, rank, None) for v in send.parts], total)
+            add_in_order([view(v, rank, None) for v in send.parts], total)
             at = send.parts[0].at
             views[Space.SUM][rank][at : at + total.numel()] = total.reshape(-1)
             assert (rank, send.peer, send.tag) not in mail

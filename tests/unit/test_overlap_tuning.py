@@ -12,11 +12,11 @@ import pytest
 
 from weft.overlap import tuning
 from weft.overlap.plan import Op, OverlapPlan
-from weft.overlap.tuning import Tuned, load, save
+from weft.overlap.tuning import TunedPlan, load, save
 
 
-def measured(m: int) -> Tuned:
-    return Tuned(OverlapPlan(Op.ALL_REDUCE, m, 8, 4, "float32", (0, 1), groups=(1, m)), 0.5, 1.0)
+def measured(m: int) -> TunedPlan:
+    return TunedPlan(OverlapPlan(Op.ALL_REDUCE, m, 8, 4, "float32", (0, 1), groups=(1, m)), 0.5, 1.0)
 
 
 def test_what_is_saved_is_loaded_and_added_to(tmp_path: Path) -> None:
