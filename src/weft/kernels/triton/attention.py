@@ -38,6 +38,17 @@ def sequence_of(block, blocks, sequences):
 
 
 @triton.jit
+def span_of(block, blocks, sequences, cu_q, cu_k, BLOCK: tl.constexpr):
+    """Of a block's sequence: first query, queries, first key, keys; and the first row of the block in it."""
+    sequence = sequence_of(block, blocks, sequences)
+    q0 = tl.load(cu_q + sequence)
+    queries = tl.load(cu_q + sequence + 1) - q0
+    k0 = tl.load(cu_k + sequence)
+    keys = tl.load(cu_k + sequence + 1) - k0
+    return q0, queries, k0, keys, (block - tl.load(blocks + sequence)) * BLOCK
+
+
+@triton.jit
 def scores(products, distance, here, scale, slopes, head, left, right):
     """The scores of key - query = `distance`, minus infinity where a query does not see a key."""
     s = products * scale
@@ -59,12 +70,7 @@ def attention_kernel(
     block = tl.program_id(0)
     head = tl.program_id(1)
     if block < tl.load(blocks + sequences):
-        sequence = sequence_of(block, blocks, sequences)
-        q0 = tl.load(cu_q + sequence)
-        queries = tl.load(cu_q + sequence + 1) - q0
-        k0 = tl.load(cu_k + sequence)
-        keys = tl.load(cu_k + sequence + 1) - k0
-        first = (block - tl.load(blocks + sequence)) * BLOCK_M
+        q0, queries, k0, keys, first = span_of(block, blocks, sequences, cu_q, cu_k, BLOCK_M)
         rows = first + tl.arange(0, BLOCK_M)
         level = rows + keys - queries
         ds = tl.arange(0, BLOCK_D)
@@ -116,12 +122,7 @@ def attention_grad_q_kernel(
     block = tl.program_id(0)
     head = tl.program_id(1)
     if block < tl.load(blocks + sequences):
-        sequence = sequence_of(block, blocks, sequences)
-        q0 = tl.load(cu_q + sequence)
-        queries = tl.load(cu_q + sequence + 1) - q0
-        k0 = tl.load(cu_k + sequence)
-        keys = tl.load(cu_k + sequence + 1) - k0
-        first = (block - tl.load(blocks + sequence)) * BLOCK_M
+        q0, queries, k0, keys, first = span_of(block, blocks, sequences, cu_q, cu_k, BLOCK_M)
         rows = first + tl.arange(0, BLOCK_M)
         level = rows + keys - queries
         ds = tl.arange(0, BLOCK_D)
@@ -174,12 +175,7 @@ def attention_grad_kv_kernel(
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     if block < tl.load(blocks + sequences):
-        sequence = sequence_of(block, blocks, sequences)
-        q0 = tl.load(cu_q + sequence)
-        queries = tl.load(cu_q + sequence + 1) - q0
-        k0 = tl.load(cu_k + sequence)
-        keys = tl.load(cu_k + sequence + 1) - k0
-        first = (block - tl.load(blocks + sequence)) * BLOCK_N
+        q0, queries, k0, keys, first = span_of(block, blocks, sequences, cu_q, cu_k, BLOCK_N)
         cols = first + tl.arange(0, BLOCK_N)
         ds = tl.arange(0, BLOCK_D)
         in_k = (cols < keys)[:, None] & (ds < D)[None, :]

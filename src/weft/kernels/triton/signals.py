@@ -140,11 +140,7 @@ def wait(
 
     This has never run on a GPU: it was run in Triton's interpreter and compiled for sm80, sm90 and sm100.
     """
-    launch.on_device(counters, "counters")
-    count = counters.numel() - first if count is None else count
-    if first < 0 or count < 0:
-        raise ValueError(f"first and count must not be negative, got {first} and {count}")
-    launch.counters(counters, "counters", first + count, counters.device)
+    count = _checked_count(counters, first, count)
     launch.counters(values, "values", first + count, counters.device)
     limit, mine = nanoseconds(timeout), late or Late.on(counters.device)
     launch.counters(mine.flag, "late", 1, counters.device)
@@ -162,10 +158,16 @@ def tell(counters: Tensor, *, first: int = 0, count: int | None = None) -> None:
 
     This has never run on a GPU: it was run in Triton's interpreter and compiled for sm80, sm90 and sm100.
     """
+    count = _checked_count(counters, first, count)
+    if count:
+        tell_kernel[(count,)](counters, first, num_warps=WAITER_WARPS)
+
+
+def _checked_count(counters: Tensor, first: int, count: int | None) -> int:
+    """How many counters from `first` on are meant, once they are there."""
     launch.on_device(counters, "counters")
     count = counters.numel() - first if count is None else count
     if first < 0 or count < 0:
         raise ValueError(f"first and count must not be negative, got {first} and {count}")
     launch.counters(counters, "counters", first + count, counters.device)
-    if count:
-        tell_kernel[(count,)](counters, first, num_warps=WAITER_WARPS)
+    return count
