@@ -97,6 +97,7 @@ print(torch.allclose(y, x @ w.t(), atol=1e-5), torch.allclose(x.grad, w.sum(0).e
 def test_nothing_above_the_table_asks_for_a_device():
     """overlap and packed leave it to the table; streams/ is the executor of one implementation."""
     root = Path(weft.__file__).parent
-    files = [*root.glob("overlap/*.py"), *root.glob("packed/**/*.py")]
-    assert len(files) > 40
+    files = [f for f in root.glob("overlap/**/*.py") if f.parent.name != "streams"]
+    files += root.glob("packed/**/*.py")
+    assert len(files) > 20
     assert [f.name for f in files if "cuda" in f.read_text(encoding="utf-8")] == []
