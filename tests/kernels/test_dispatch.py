@@ -99,5 +99,5 @@ def test_nothing_above_the_table_asks_for_a_device():
     root = Path(weft.__file__).parent
     rooms = ("overlap/**/*.py", "models/**/*.py", "transformer/*.py", "packed/**/*.py")
     files = [f for room in rooms for f in root.glob(room) if f.parent.name != "streams"]
-    assert len(files) > 40
+    assert len(files) > 30
     assert [f.name for f in files if "cuda" in f.read_text(encoding="utf-8")] == []
