@@ -19,8 +19,8 @@ from weft.lab import Cluster as Lab
 from weft.lab import Rank
 from weft.layout import Layout, Mesh
 from weft.layout.mesh import DeclaredCluster
+from weft.reference import shard
 from weft.reshard import Source, plan_tensors, reshard_state_dict
-from weft.reshard.reference import shard
 
 TRAINER, ENGINE = Mesh.grid(2, 2), Mesh.grid(1, 2, first_rank=4, first_host=2)
 FSDP = Layout(TRAINER, [Shard(0), Shard(0)])

@@ -29,7 +29,7 @@ import weft
 from weft.lab import Cluster, Rank
 from weft.pipeline import Costs
 from weft.pipeline.models import GPTConfig, gpt_stage, loss_of_tokens, parallelize_gpt
-from weft.pipeline.run.reference import step_reference
+from weft.reference import step_reference
 from weft.report.drawing import curve_svg, curve_text
 from weft.timeline import Timeline
 

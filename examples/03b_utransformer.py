@@ -21,7 +21,7 @@ import weft
 from weft.lab import Cluster, Rank
 from weft.pipeline import lower
 from weft.pipeline.models import UConfig, loss_of_pixels, u_graph, u_stage
-from weft.pipeline.run.reference import step_reference
+from weft.reference import step_reference
 from weft.report.drawing import curve_svg, curve_text
 
 

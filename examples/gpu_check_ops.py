@@ -56,10 +56,11 @@ def differentiated(function: Callable[..., Tensor], inputs: list[Tensor], *, dou
 def kernels(place: Place, dtype: torch.dtype) -> Iterator[Check]:
     """Every operation of one rank, with its gradients."""
     import weft
+    from weft import reference
     from weft.kernels import PackedWeight, linear
     from weft.kernels.dispatch import kernels_for
     from weft.kernels.norm import add_bias_residual_layernorm, gate, rmsnorm, rotary
-    from weft.packed import PackedBatch, reference
+    from weft.packed import PackedBatch
 
     m, k, n = (9, 20, 33) if place.interpreted else (515, 1024, 2080)
     heads, width, lengths = (2, 16, [3, 0, 14]) if place.interpreted else (8, 128, [100, 0, 700, 1, 333])
@@ -121,8 +122,7 @@ def kernels(place: Place, dtype: torch.dtype) -> Iterator[Check]:
 
 def overlaps(place: Place, group: dist.ProcessGroup, dtype: torch.dtype) -> Iterator[Check]:
     """The four ops, with their gradients, against their unoverlapped twins in double precision on the CPU."""
-    from weft import overlap
-    from weft.overlap import reference
+    from weft import overlap, reference
 
     m, n, k = (24, 40, 16) if place.interpreted else (1024, 2048, 512)
     rows, rank = m // place.size, place.rank

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.pipeline import StageFailed
 from weft.pipeline.run.api import Pipeline
-from weft.pipeline.run.reference import forward_reference, step_reference
+from weft.reference import forward_reference, step_reference
 from weft.timeline import record
 
 TIMEOUT = 60.0

@@ -30,8 +30,8 @@ import weft
 from weft.comm import Group
 from weft.errors import PeerMismatch, RankFailed
 from weft.layout import Layout, Mesh, Partial, Replicate, Shard
+from weft.reference import shard
 from weft.reshard import Executor, Source, plan_tensors, reshard_state_dict
-from weft.reshard.reference import shard
 
 TIMEOUT = 60.0
 WORLD = 4

@@ -16,8 +16,8 @@ import torch
 from reshard_cases import random_shards
 
 from weft.layout import Layout, Mesh, Partial, Replicate, Shard, ShardSizes
+from weft.reference import reshard_reference
 from weft.reshard import STRATEGIES, TensorSpec
-from weft.reshard.reference import reshard_reference
 from weft.reshard.spec import LINEAR, REDUCE, why_not_cast, why_not_reduced
 
 TYPES = (

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft import _core
+from weft import _core, reference
 from weft.kernels.attention import attention, self_attention
 from weft.kernels.cpu_attention import Scoring
-from weft.packed import PackedBatch, packed_attention, reference
+from weft.packed import PackedBatch, packed_attention
 
 ISAS = _core.available_isas()
 LENGTHS = [0, 1, 3, 17, 130, 300]

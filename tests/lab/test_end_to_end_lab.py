@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench.end_to_end.cases import WorkKind, tiny
-from weft.bench.end_to_end.run import Bench, figure, summary
+from weft.bench.end_to_end import Bench, figure, summary
+from weft.bench.systems.end_to_end import WorkKind, tiny
 
 pytest.importorskip("accelerate")  # what Hugging Face cuts models with
 

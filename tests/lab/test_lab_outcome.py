@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import PeerTimeout, RankFailed
-from weft.lab.spec import Ending, How, LabRun, failure, first_failure
+from weft.lab.rank import Ending, How, LabRun, failure, first_failure
 
 RUN = LabRun("step", devices=2, timeout=5.0)
 

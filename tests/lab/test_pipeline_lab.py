@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.errors import RankFailed
 from weft.lab import Cluster, Rank
 from weft.pipeline import Pipeline, schedule
-from weft.pipeline.run.reference import step_reference
+from weft.reference import step_reference
 
 MICROBATCHES, ROWS, WIDTH = 4, 512, 256
 TENSOR_BYTES = 4 * ROWS * WIDTH

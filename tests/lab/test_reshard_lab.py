@@ -15,8 +15,8 @@ from weft.errors import PeerMismatch
 from weft.lab import Cluster as Lab
 from weft.lab import Rank
 from weft.layout import DeclaredCluster, Layout, Mesh, Shard
+from weft.reference import shard
 from weft.reshard import STRATEGIES, Executor, Source, TensorSpec, plan_reshard, plan_tensors
-from weft.reshard.reference import shard
 
 SHAPE = (256, 256, 8)
 OVERHEAD = 1.04  # headers, acknowledgements, and messages that arrange the others

@@ -7,8 +7,8 @@ import random
 import torch
 import torch.distributed as dist
 
-from weft import overlap
-from weft.overlap import Op, OverlapPlan, Transport, reference
+from weft import overlap, reference
+from weft.overlap import Op, OverlapPlan, Transport
 from weft.overlap.blocks import Axis, chunk_bounds
 from weft.overlap.executor.context import context_of
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from weft.pipeline import Edge, Schedule, StageGraph
 from weft.pipeline.run.api import Pipeline
-from weft.pipeline.run.reference import step_reference
+from weft.reference import step_reference
 
 WIDTH = 8
 LONG = 60.0

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from weft.layout import Layout
+from weft.reference import reshard_reference, shard
 from weft.reshard import TensorSpec
-from weft.reshard.reference import reshard_reference, shard
 
 DTYPES = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
-from weft import overlap
+from weft import overlap, reference
 from weft.kernels import PackedWeight
-from weft.overlap import reference
 
 M, N, K = 16, 12, 8
 OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"]

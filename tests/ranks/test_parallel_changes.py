@@ -17,7 +17,7 @@ from torch import nn
 
 import weft
 from weft.packed import PackedBatch
-from weft.parallel.distribute import local_parameters
+from weft.parallel.surface import local_parameters
 
 LENGTHS = [5, 3, 9]
 

@@ -18,7 +18,7 @@ from weft.packed import PackedBatch
 from weft.parallel.rank_model import cut_model
 from weft.transformer import network as network_module
 from weft.transformer.generation import generate, inputs_of
-from weft.transformer.program import RankProgram
+from weft.transformer.passes import RankProgram
 
 LENGTHS = [1, 7, 30, 12]
 NEW = 8

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
 from weft.packed import PackedBatch
-from weft.transformer import ranks as share
+from weft.transformer import memory as share
 
 MIXED = [19, 7, 30]
 

@@ -21,8 +21,7 @@ from weft.layout import Layout, Mesh, ShardSizes
 from weft.overlap import ColwiseOverlap, RowwiseOverlap
 from weft.pipeline import Edge, StageGraph, schedule
 from weft.pipeline.run.api import Pipeline
-from weft.pipeline.run.reference import step_reference
-from weft.reshard.reference import shard
+from weft.reference import shard, step_reference
 
 HIDDEN = 24
 

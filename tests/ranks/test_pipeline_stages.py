@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from weft.errors import WeftError
 from weft.pipeline import Edge, Schedule, StageGraph, schedule
 from weft.pipeline.run.api import Pipeline
-from weft.pipeline.run.reference import step_reference
+from weft.reference import step_reference
 
 COUNT = 4
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from weft.pipeline import Costs, schedule
 from weft.pipeline.models import GPTConfig, UConfig, gpt_stage, loss_of_pixels, loss_of_tokens, u_graph, u_stage
 from weft.pipeline.run.api import Pipeline
-from weft.pipeline.run.reference import step_reference
+from weft.reference import step_reference
 from weft.timeline import record
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

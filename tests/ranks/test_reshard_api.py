@@ -12,8 +12,8 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, 
 import weft.reshard
 from weft.errors import PeerMismatch
 from weft.layout import Layout, Mesh, ShardSizes
+from weft.reference import shard
 from weft.reshard import Source, reshard_state_dict
-from weft.reshard.reference import shard
 from weft.reshard.tensors import device_mesh_of, layout_of_dtensor, mesh_of, to_dtensor
 
 WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import weft.reshard
 from weft.errors import PeerMismatch
 from weft.layout import Layout, Mesh
+from weft.reference import shard
 from weft.reshard import Source, reshard_state_dict
-from weft.reshard.reference import shard
 
 LIMIT = {"timeout": 30.0}
 

@@ -20,8 +20,8 @@ from weft.comm import Group
 from weft.comm.tell import store_of
 from weft.errors import PeerMismatch, WeftError
 from weft.layout import Layout, Mesh, ShardSizes
+from weft.reference import reshard_reference, shard
 from weft.reshard import STRATEGIES, Executor, TensorSpec, plan_tensors
-from weft.reshard.reference import reshard_reference, shard
 from weft.timeline import record
 
 LONG = 60.0

@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 import weft
 from weft.errors import PeerMismatch
 from weft.layout import Layout, Mesh
+from weft.reference import shard
 from weft.reshard import Source, reshard_state_dict
-from weft.reshard.reference import shard
 
 LIMIT = {"timeout": 30.0}
 

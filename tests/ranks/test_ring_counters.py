@@ -14,10 +14,9 @@ from weft.comm import Group
 from weft.layout import Layout, Mesh, Replicate
 from weft.pipeline import schedule
 from weft.pipeline.run.api import Pipeline
-from weft.pipeline.run.reference import step_reference
+from weft.reference import shard, step_reference
 from weft.reshard import Executor, TensorSpec, plan_tensors
 from weft.reshard.executor.staging import Rings
-from weft.reshard.reference import shard
 
 LONG = 60.0
 

@@ -8,12 +8,12 @@ import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
-from weft.timeline import Timeline, clocks, record
+from weft.timeline import Timeline, record
 
 RANKS, SKEW, NOBODY = 3, 1000.0, -1
 
 
-def gather(skewed: int) -> tuple[str, clocks.Offset]:
+def gather(skewed: int) -> tuple[str, record.Offset]:
     """What a rank sees: the gathered timeline, and its offset."""
     group = dist.group.WORLD
     assert group is not None
@@ -21,12 +21,12 @@ def gather(skewed: int) -> tuple[str, clocks.Offset]:
     if rank == skewed:
         real = time.perf_counter
         time.perf_counter = record.now = lambda: real() + SKEW  # type: ignore[assignment]
-        clocks._clock_id = lambda: f"clock {rank}"
+        record._clock_id = lambda: f"clock {rank}"
     with record.trace(name="gathered") as t:
         dist.barrier(group)
         with record.span("other", f"nap of {rank}", lane="main"):
             time.sleep(0.05)
-    return t.gather(group=group).to_json(), clocks.measure_offset(group=group)
+    return t.gather(group=group).to_json(), record.measure_offset(group=group)
 
 
 @pytest.mark.parametrize("skewed", [NOBODY, 0, 2])

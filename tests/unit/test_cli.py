@@ -16,7 +16,8 @@ import weft
 import weft.lab
 from weft import bench
 from weft.bench.harness import BenchOptions, Case, measure
-from weft.cli import demo, doctor
+from weft.cli import app as commands
+from weft.cli import doctor
 from weft.cli.app import MOST_LINES, app
 from weft.errors import LabUnavailable
 from weft.lab.check import CheckResult, Row
@@ -262,7 +263,7 @@ def test_the_demo_has_a_row_for_each_headline_and_a_note_for_a_missing_lab(
     def no_lab() -> list[Headline]:
         raise LabUnavailable("this machine has no namespaces")
 
-    monkeypatch.setattr(demo, "PROVIDERS", {"links": no_lab, "toy": demo.benchmark("toy")})
+    monkeypatch.setattr(commands, "PROVIDERS", {"links": no_lab, "toy": commands.benchmark("toy")})
     result = runner.invoke(app, ["demo"])
     assert result.exit_code == 0, result.output
     assert ["toy", "2", "ms", "1", "ms", "-", "2.00"] in [line.split() for line in result.stdout.splitlines()]
@@ -275,6 +276,6 @@ def test_the_demo_has_a_row_for_each_headline_and_a_note_for_a_missing_lab(
 
 
 def test_every_promise_has_its_line_in_the_demo() -> None:
-    assert list(demo.PROVIDERS) == ["overlap", "reshard", "pipeline", "packed", "end_to_end"]
-    for name in demo.PROVIDERS:
+    assert list(commands.PROVIDERS) == ["overlap", "reshard", "pipeline", "packed", "end_to_end"]
+    for name in commands.PROVIDERS:
         assert callable(bench.load_promise(name).demo)

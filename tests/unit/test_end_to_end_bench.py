@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from weft.bench.end_to_end import run
-from weft.bench.end_to_end.cases import (
+from weft.bench import end_to_end
+from weft.bench.end_to_end import bound_seconds, make_row, summary
+from weft.bench.end_to_end_lab import Machine, TorchStep, predicted_step
+from weft.bench.harness import Case, Measurement, Result, Round
+from weft.bench.systems import torch_models
+from weft.bench.systems.end_to_end import (
     GPT2,
     GROUPS,
     IGNORED,
@@ -28,10 +32,6 @@ from weft.bench.end_to_end.cases import (
     tiny,
     train_batch,
 )
-from weft.bench.end_to_end.lab import Machine, TorchStep, predicted_step
-from weft.bench.end_to_end.run import bound_seconds, make_row, summary
-from weft.bench.harness import Case, Measurement, Result, Round
-from weft.bench.systems import torch_models
 from weft.bench.systems.parallel import hf_model
 from weft.report import Row
 from weft.timeline import Event, Timeline, TracedCall
@@ -178,7 +178,7 @@ def test_vllm_without_the_plugin_is_the_peer() -> None:
 def test_it_is_registered_and_keeps_its_name() -> None:
     from weft.bench import load
 
-    assert load("end_to_end").NAME == run.NAME == "end_to_end"
+    assert load("end_to_end").NAME == end_to_end.NAME == "end_to_end"
 
 
 # ---- a predicted step ------------------------------------------------------------------------------------------------

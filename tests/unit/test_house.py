@@ -39,7 +39,7 @@ NOT_YET: dict[str, set[str]] = {
     "names": {
         "comm/host_collectives.py", "kernels/triton/__init__.py", "kernels/triton/rows.py",
         "overlap/executor/planner.py", "overlap/ops.py", "overlap/streams/device.py",
-        "overlap/streams/gather.py", "reshard/executor/lanes.py", "reshard/planner.py",
+        "overlap/streams/collectives.py", "reshard/executor/lanes.py", "reshard/planner.py",
         "reshard/senders.py", "timeline/summary.py",
     },
 }  # fmt: skip

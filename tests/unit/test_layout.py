@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from weft.layout import DeclaredCluster, Layout, Mesh, ShardSizes, format_ints, parse_ints
-from weft.reshard.reference import shard
+from weft.reference import shard
 
 
 @st.composite

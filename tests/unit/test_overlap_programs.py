@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weft.comm.host_collectives import add_in_order
 from weft.kernels.tiles import Tiling
-from weft.overlap import blocks
+from weft.overlap import blocks, incoming, outgoing
 from weft.overlap.blocks import (
     Axis,
     Topology,
@@ -24,10 +24,9 @@ from weft.overlap.blocks import (
     rows_by_destination,
 )
 from weft.overlap.executor.outgoing import add_terms
+from weft.overlap.incoming import Store
+from weft.overlap.outgoing import Space
 from weft.overlap.plan import Op, OverlapPlan, Transport
-from weft.overlap.programs import incoming, outgoing
-from weft.overlap.programs.incoming import Store
-from weft.overlap.programs.outgoing import Space
 
 
 @given(st.integers(0, 100), st.integers(1, 9))

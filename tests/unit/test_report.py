@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from weft.cli.demo import Demo
-from weft.cli.demo import table as demo_table
+from weft.cli.app import Demo
+from weft.cli.app import table as demo_table
 from weft.report import Column, Figure, Headline, Report, Table, timeline_page, timeline_svg
 from weft.timeline import KINDS, Baseline, Event, Timeline
 

@@ -14,7 +14,7 @@ from weft.bench.reshard import CASES, PAPER, ReshardCase, llama_state
 from weft.layout import DeclaredCluster, Layout, Mesh
 from weft.reshard import STRATEGIES, Plan, TensorSpec, plan_reshard, plan_tensors
 from weft.reshard.executor.script import ScriptWriter
-from weft.reshard.paper import paper_schedule
+from weft.reshard.planner import paper_schedule
 from weft.reshard.senders import Piece, assign_balanced, lower_bound, whole
 from weft.reshard.spec import hosts_by_rank
 from weft.reshard.units import find_demands, find_units

@@ -10,8 +10,7 @@ import pytest
 
 from weft.pipeline import SCHEDULES, Edge
 from weft.scale import MODELS, Mode, Promise, ScaleJob, compare, find_gpu, find_model, simulate_step
-from weft.scale.job import ALL_PROMISES, Activations
-from weft.scale.models import LENGTHS, Lengths
+from weft.scale.job import ALL_PROMISES, LENGTHS, Activations, Lengths
 from weft.scale.step import ALL, NONE, LayerWires, edge_seconds, gradient_sync_seconds, ideal_seconds, stage_seconds
 
 SMALL = ScaleJob(find_model("gpt3-13b"), find_gpu("A100"), hosts=4, devices=4, tp=4, pp=4, dp=1, microbatches=8)

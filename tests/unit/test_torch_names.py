@@ -98,8 +98,7 @@ _HOOKS = {"_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks", "_forw
 # What compares all of a module's insides by name, and styles that torch means to be derived from.
 ALLOWED = {
     "overlap/styles.py": {"_apply", "_partition_linear_fn"},
-    "models/twin.py": {"_modules", "_parameters", "_buffers"},
-    "models/watch.py": {"_modules", "_parameters", "_buffers", *_HOOKS},
+    "models/modules.py": {"_modules", "_parameters", "_buffers", *_HOOKS},
 }
 
 

@@ -30,7 +30,7 @@ BENCHMARKS = {
     "reshard": "weft.bench.reshard",
     "pipeline": "weft.bench.pipeline",
     "packed": "weft.bench.packed",
-    "end_to_end": "weft.bench.end_to_end.run",
+    "end_to_end": "weft.bench.end_to_end",
 }
 
 

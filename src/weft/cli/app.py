@@ -1,4 +1,11 @@
-"""The program `weft`: its commands, and how their errors are shown. Short commands are here, the others in their files.
+"""`weft kernels compile`: every GPU kernel to a binary, without a GPU, with what each takes.
+
+`weft demo`: one table of what weft gains on this machine, and a page with timelines, predicted above measured.
+
+A promise has one line, which its benchmark's function `demo` measures within half a minute. A line may carry figures,
+which only the page shows.
+
+The program `weft`: its commands, and how their errors are shown. Short commands are here, the others in their files.
 
 Nothing here imports torch before a command needs it, so that `weft --help` answers at once. An error that a
 user can mend is its message and exit code 2; `weft --traceback ...` shows where it came from.
@@ -7,16 +14,163 @@ user can mend is its message and exit code 2; `weft --traceback ...` shows where
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from weft.cli import embed, kernels, lab, plan, scale
-from weft.cli.output import check_writable, console, write
-from weft.errors import WeftError
+from weft.bench import load_promise
+from weft.cli import embed, lab, plan, scale
+from weft.errors import LabUnavailable, WeftError
+from weft.report.result import Headline, check_writable, console, report_page, write
+from weft.report.table import Column, Table
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from weft.kernels.triton.compile import Resources
+
+kernels_app = typer.Typer(no_args_is_help=True, help="The kernels for GPUs.")
+
+
+@kernels_app.callback()
+def _group() -> None:
+    """The kernels for GPUs."""
+
+
+@kernels_app.command("compile")
+def compile_kernels(
+    arch: Annotated[str, typer.Option(help="Architectures, with commas between them.")] = "sm80,sm90,sm100",
+    kernel: Annotated[str | None, typer.Option(help="One kernel only, such as matmul.")] = None,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Only the default configurations.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Compile the kernels for GPUs that need not be there: registers, spills, shared memory, occupancy.
+
+    Exits with 1 if a default configuration spills or does not fit.
+    """
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ValueError("the GPU kernels need Triton, which is not installed; pip install triton") from error
+    from weft.kernels.triton.compile import ARCHS, compile_variant, variants
+
+    archs = arch.split(",")
+    if unknown := [name for name in archs if name not in ARCHS]:
+        raise ValueError(f"got the architectures {', '.join(unknown)}, expected some of {', '.join(ARCHS)}")
+    chosen = [v for v in variants() if (kernel in (None, v.kernel)) and (v.is_default or not defaults)]
+    if not chosen:
+        known = sorted({v.kernel for v in variants()})
+        raise ValueError(f"got the kernel {kernel!r}, expected one of {', '.join(known)}")
+    check_writable(json_file)
+    found = []
+    with typer.progressbar([(v, a) for v in chosen for a in archs], label="compiling") as work:
+        for variant, name in work:
+            found.append(compile_variant(variant, name).resources)
+    console().print(_table(found))
+    bad = [r for r in found if r.is_default and (r.spilled or not r.blocks)]
+    typer.echo(f"{len(found)} kernels compiled, {sum(r.spilled > 0 for r in found)} spill, {len(bad)} defaults do")
+    if json_file is not None:
+        rows = [r.as_dict() for r in found]
+        write(json_file, json.dumps({"kernels": rows}, indent=1) + "\n")
+    if bad:
+        raise typer.Exit(1)
+
+
+def _table(found: list[Resources]) -> RichTable:
+    from rich.table import Table as RichTable
+
+    table = RichTable()
+    table.add_column("kernel")
+    table.add_column("configuration")
+    for heading in ("arch", "warps", "registers", "spilled B", "shared KB", "blocks", "occupancy"):
+        table.add_column(heading, justify="right")
+    for r in found:
+        label = r.label if r.is_default else f"{r.label} (other)"
+        table.add_row(
+            r.kernel, label, r.arch, str(r.warps), str(r.registers), str(r.spilled), f"{r.shared / 1024:.1f}",
+            str(r.blocks), f"{r.occupancy:.0%}",
+        )  # fmt: skip
+    return table
+
+
+Provider = Callable[[], Sequence[Headline]]
+
+COLUMNS = (
+    Column("what", "what"),
+    Column("today", "today", right=True),
+    Column("weft", "weft", right=True),
+    Column("bound", "bound", right=True),
+    Column("ratio", "ratio", form=".2f"),
+)
+# In the order of the README.
+PROMISES = ("overlap", "reshard", "pipeline", "packed", "end_to_end")
+NOTE = "ratio: how many times better than today"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The lines of all promises, and notes on what could not be run."""
+
+    headlines: Sequence[Headline]
+    notes: Sequence[str] = ()
+
+    def table(self) -> Table:
+        """What the terminal shows."""
+        return table(self.headlines, notes=self.notes)
+
+    def html(self, *, machine: Mapping[str, object]) -> str:
+        """The same as a page that stands alone, with every figure."""
+        figures = [figure for headline in self.headlines for figure in headline.figures]
+        return report_page("weft demo", [self.table()], figures, machine=machine)
+
+
+def collect(*, announce: Callable[[str], None]) -> Demo:
+    """Asks every provider, and tells `announce` which one is at work; a note says what could not be run, and why."""
+    headlines: list[Headline] = []
+    notes: list[str] = []
+    for name, provide in PROVIDERS.items():
+        announce(name)
+        try:
+            headlines += provide()
+        except (LabUnavailable, ImportError) as error:
+            notes.append(f"{name}: {error}")
+    return Demo(headlines, notes)
+
+
+def table(headlines: Iterable[Headline], *, notes: Sequence[str] = ()) -> Table:
+    """The headlines as a table."""
+    rows = [
+        {
+            "what": h.what,
+            "today": _figure(h.today, h.unit),
+            "weft": _figure(h.weft, h.unit),
+            "bound": _figure(h.bound, h.unit),
+            "ratio": h.ratio,
+            "disturbed": h.disturbed,
+        }
+        for h in headlines
+    ]
+    return Table("weft on this machine", COLUMNS, rows, [NOTE, *notes])
+
+
+def _figure(value: float | None, unit: str) -> str | None:
+    if value is None:
+        return None
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
+
+
+def benchmark(name: str) -> Provider:
+    """The line of a promise."""
+    return lambda: load_promise(name).demo()
+
+
+PROVIDERS: dict[str, Provider] = {name: benchmark(name) for name in PROMISES}
+
 
 MOST_LINES = 8  # a message with its remedy; more is somebody's traceback
 USER_ERRORS = (ValueError, OSError, ImportError, WeftError)
@@ -44,7 +198,7 @@ trace_app = typer.Typer(no_args_is_help=True, help="Traces that weft.trace() has
 app.add_typer(lab.app, name="lab")
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan.app, name="plan")
-app.add_typer(kernels.app, name="kernels")
+app.add_typer(kernels_app, name="kernels")
 app.command("tune")(lab.tune)
 app.command("embed")(embed.embed)
 app.command("train-demo")(lab.train_demo)
@@ -145,7 +299,6 @@ def demo(
 ) -> None:
     """Show in a few minutes what weft gains on this machine: one table, and a page with timelines."""
     from weft.bench import machine
-    from weft.cli.demo import collect
 
     check_writable(html_file)
     found = collect(announce=lambda name: typer.echo(f"measuring {name} ...", err=True))

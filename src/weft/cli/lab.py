@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.output import announce, check_writable, console, parse_grid, write
 from weft.comm.deadline import COMMAND
+from weft.report.result import announce, check_writable, console, parse_grid, write
 
 if TYPE_CHECKING:
     from weft.jobs.train import TrainJob, TrainResult

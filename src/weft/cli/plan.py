@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.output import check_writable, parse_grid, write
+from weft.report.result import check_writable, parse_grid, write
 
 if TYPE_CHECKING:
     from weft.layout import Layout

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.output import announce, check_writable, parse_grid, write
+from weft.report.result import announce, check_writable, parse_grid, write
 
 if TYPE_CHECKING:
     from weft.scale import OpPrediction, ScaleJob, Step
@@ -96,8 +96,7 @@ def simulate(
 ) -> None:
     """Simulate a step on a declared cluster: time, exposed communication, bubble, memory; without each promise too."""
     from weft.scale import ScaleJob, compare, find_gpu, find_model
-    from weft.scale.job import Activations, Mode
-    from weft.scale.models import find_lengths
+    from weft.scale.job import Activations, Mode, find_lengths
     from weft.scale.step import ALL
 
     check_writable(json_file, timeline_file)

@@ -144,7 +144,7 @@ _op.register_autograd(_backward, setup_context=_setup)
 def _no_second(ctx, *_):  # type: ignore[no-untyped-def]
     raise NotImplementedError(
         "second derivatives of packed attention are not supported; for a gradient penalty use "
-        "weft.packed.reference.packed_attention, or the model that was packed"
+        "weft.reference.packed_attention, or the model that was packed"
     )
 
 

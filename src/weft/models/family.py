@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.errors import Unsupported
+from weft.models.modules import check_untouched, home_of, is_of
 from weft.models.spec import Norm, Projection, Transformer, VocabularyHead
-from weft.models.watch import check_untouched, home_of, is_of
 
 
 class HeadKind(Enum):

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from weft.overlap import incoming, outgoing
 from weft.overlap.blocks import Counts, chunk_bounds
+from weft.overlap.incoming import Incoming, RowArrival
+from weft.overlap.outgoing import Outgoing, SendBlock, Space, View
 from weft.overlap.plan import Op, OverlapPlan
-from weft.overlap.programs import incoming, outgoing
-from weft.overlap.programs.incoming import Incoming, RowArrival
-from weft.overlap.programs.outgoing import Outgoing, SendBlock, Space, View
 from weft.overlap.speeds import Curves, item_bytes, row_seconds
 from weft.timeline import Event, Kind, Timeline
 

@@ -10,8 +10,7 @@ engine       runs a described module, and notices when it has changed
 embed/       `weft embed`: files of texts in, vectors out
 """
 
-from weft.packed.api import pack
-from weft.packed.attention import packed_attention
+from weft.packed.api import pack, packed_attention
 from weft.packed.batch import PackedBatch
 
 __all__ = ["PackedBatch", "pack", "packed_attention"]

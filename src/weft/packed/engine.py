@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from weft.kernels.dispatch import is_plain, kernels_for
 from weft.kernels.freshness import Stamp
+from weft.models.modules import Watch, check_global_hooks
 from weft.models.spec import Transformer, check_model, tensors
-from weft.models.watch import Watch, check_global_hooks
 from weft.transformer.call import NO_EXTRAS, Extras, Inputs, check_vector_type
-from weft.transformer.program import RankProgram
-from weft.transformer.ranks import RankModel
+from weft.transformer.memory import RankModel
+from weft.transformer.passes import RankProgram
 from weft.transformer.training import OneProcess, TrainingCall, forward
 
 Describe = Callable[[nn.Module], Transformer]

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from weft.errors import Unsupported
 from weft.models.family import HeadKind
-from weft.packed.batch import PackedBatch
-from weft.packed.boundaries import MARKS, starts_of
+from weft.packed.batch import MARKS, PackedBatch, starts_of
 
 IGNORED_LABEL = -100
 

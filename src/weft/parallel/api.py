@@ -17,15 +17,14 @@ from weft.comm.deadline import timeout_of
 from weft.errors import Unsupported
 from weft.models.families import FAMILIES, family_of
 from weft.models.family import Family, called_in
+from weft.models.modules import become, check_hooks
 from weft.models.spec import ModelSpec
-from weft.models.twin import become
-from weft.models.watch import check_hooks
 from weft.overlap.executor.context import context_of
 from weft.packed.engine import AttentionDropout
 from weft.parallel.cut import cuts
-from weft.parallel.distribute import distribute
 from weft.parallel.engine import Ranks
 from weft.parallel.huggingface import ParallelBase, ParallelHead, ParallelVocabulary
+from weft.parallel.surface import distribute
 
 _FAMILIES = tuple(family for family in FAMILIES if family.on_ranks)
 

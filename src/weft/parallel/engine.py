@@ -19,18 +19,17 @@ from torch.distributed.fsdp import FSDPModule
 from weft._torch import own_buffers, own_parameters
 from weft.kernels.attention import dropout_seed
 from weft.kernels.freshness import Stamp
+from weft.models.modules import Watch, check_global_hooks, check_hooks
 from weft.models.spec import ModelSpec, Transformer, outline, tensors
-from weft.models.watch import Watch, check_global_hooks, check_hooks
 from weft.packed.engine import AttentionDropout, runs_as_training
 from weft.parallel.cut import Cuts, cuts
 from weft.parallel.rank_model import rank_model_of
 from weft.parallel.training import Noise, RankOps
 from weft.transformer.call import NO_EXTRAS, Extras, Inputs, check_vectors, digest
-from weft.transformer.exchange import agree, gather, gather_rows
-from weft.transformer.host_wire import HostWire
+from weft.transformer.exchange import HostWire, agree, gather, gather_rows
+from weft.transformer.memory import RankModel, Share
 from weft.transformer.network import NetworkWire
-from weft.transformer.program import RankProgram
-from weft.transformer.ranks import RankModel, Share
+from weft.transformer.passes import RankProgram
 from weft.transformer.training import TrainingCall, forward
 
 

@@ -30,15 +30,13 @@ from weft.packed.inputs import (
     rows_to_keep,
     wants_states,
 )
-from weft.parallel.distribute import as_sharded, local_parameters
 from weft.parallel.engine import ParallelEngine, Ranks, gathered
-from weft.parallel.surface import ParallelModel
+from weft.parallel.surface import ParallelModel, as_sharded, local_parameters
 from weft.parallel.training import check_targets, cross_entropy, logits
 from weft.transformer.call import Extras, digest
 from weft.transformer.exchange import gather, gather_columns
-from weft.transformer.memory import RankCache
-from weft.transformer.program import RankProgram
-from weft.transformer.ranks import IndexRun
+from weft.transformer.memory import IndexRun, RankCache
+from weft.transformer.passes import RankProgram
 
 _HEAD_ARGUMENTS = {"labels", "return_dict", "num_items_in_batch", "logits_to_keep"}
 _CACHE_ARGUMENTS = {"use_cache", "past_key_values", "cache_position"}

@@ -24,16 +24,16 @@ from weft.kernels.door import offsets_at
 from weft.models.families import FAMILIES, family_of
 from weft.models.family import Family, HeadKind
 from weft.models.spec import ModelSpec
-from weft.packed.boundaries import positions_of
+from weft.packed.batch import positions_of
 from weft.packed.engine import AttentionDropout
 from weft.packed.inputs import checked_index
 from weft.parallel.cut import cuts
-from weft.parallel.distribute import distribute
 from weft.parallel.engine import ParallelEngine, Ranks
+from weft.parallel.surface import distribute
 from weft.parallel.training import RankOps, check_targets, cross_entropy, logits
 from weft.transformer.call import Inputs, digest
 from weft.transformer.exchange import agree
-from weft.transformer.ranks import IndexRun, Share
+from weft.transformer.memory import IndexRun, Share
 from weft.transformer.training import TrainingCall, embed, layers
 
 

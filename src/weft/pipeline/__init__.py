@@ -13,13 +13,13 @@ models      two models in stages, to train, measure and test with
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from weft.pipeline.predict.costs import Costs, Transfers
-from weft.pipeline.predict.lower import lower
-from weft.pipeline.predict.lowered import Direction, Lowered, Receive, Send, TensorTransfer
-from weft.pipeline.predict.simulate import Simulation, simulate
+from weft.pipeline.schedules.costs import Costs, Transfers
 from weft.pipeline.schedules.generators import SCHEDULES, schedule
 from weft.pipeline.schedules.graph import Action, Edge, Kind, StageGraph, chain
+from weft.pipeline.schedules.lower import lower
+from weft.pipeline.schedules.lowered import Direction, Lowered, Receive, Send, TensorTransfer
 from weft.pipeline.schedules.schedule import Schedule, validate
+from weft.pipeline.schedules.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
     from weft.pipeline.run.api import Evaluation, Pipeline

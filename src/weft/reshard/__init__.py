@@ -24,8 +24,7 @@ from typing import Any
 
 from weft.reshard.api import reshard, reshard_state_dict
 from weft.reshard.describe import Source
-from weft.reshard.executor.executor import Executor
-from weft.reshard.executor.job import Handle
+from weft.reshard.executor.executor import Executor, Handle
 from weft.reshard.executor.workers import Pending
 from weft.reshard.plan import Plan, Traffic
 from weft.reshard.planner import plan_reshard, plan_tensors

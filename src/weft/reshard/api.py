@@ -30,8 +30,7 @@ from weft.comm.deadline import RESHARD, Deadline
 from weft.comm.tags import Line, turn
 from weft.layout import DeclaredCluster, Layout, Mesh, check_ranks
 from weft.reshard.describe import RankRequest, Source, Target, exchange
-from weft.reshard.executor.executor import DEFAULT_STAGING
-from weft.reshard.executor.job import Handle, TransferJob, TransferOptions
+from weft.reshard.executor.executor import DEFAULT_STAGING, Handle, TransferJob, TransferOptions
 from weft.reshard.spec import TensorSpec
 from weft.reshard.tensors import (
     check_apart,

@@ -11,8 +11,7 @@ step    a whole step: layers, edges, pipeline, gradients, memory
 """
 
 from weft.scale.gpus import GPUS, Gpu, find_gpu
-from weft.scale.job import Mode, Promise, ScaleJob
-from weft.scale.models import MODELS, Model, find_model
+from weft.scale.job import MODELS, Mode, Model, Promise, ScaleJob, find_model
 from weft.scale.ops import OpPrediction, predict_op
 from weft.scale.step import Step, compare, simulate_step
 

@@ -21,7 +21,7 @@ import torch
 from weft.layout import DeclaredCluster, Layout, Mesh, Replicate, Shard
 from weft.overlap.plan import Op
 from weft.pipeline import Costs, Edge, Schedule, Simulation, Transfers, chain
-from weft.pipeline.predict.lower import decide
+from weft.pipeline.schedules.lower import decide
 from weft.reshard.planner import plan_reshard
 from weft.scale.gpus import ATTENTION_BACKWARD, ATTENTION_FORWARD, ITEM_BYTES, copy_seconds, matmul_seconds
 from weft.scale.job import ALL_PROMISES, Activations, Batch, Mode, Promise, ScaleJob

@@ -26,7 +26,7 @@ from weft.pipeline import (
     lower,
     schedule,
 )
-from weft.pipeline.predict.simulate import simulate_lowered
+from weft.pipeline.schedules.simulate import simulate_lowered
 from weft.reshard import plan_reshard
 
 EPSILON = 1e-9

@@ -35,8 +35,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 import weft
-from weft.bench.end_to_end.cases import IGNORED, PAD, ModelSize, TrainBatch, WorkKind, left_padded
 from weft.bench.systems import torch_models
+from weft.bench.systems.end_to_end import IGNORED, PAD, ModelSize, TrainBatch, WorkKind, left_padded
 from weft.bench.systems.vllm import SETUPS, EngineSetup, VllmEngine
 
 # ---- the model -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from weft.bench.end_to_end.cases import ModelSize
+from weft.bench.systems.end_to_end import ModelSize
 
 
 class TorchAttention(nn.Module):

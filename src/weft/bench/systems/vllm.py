@@ -26,9 +26,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from weft.bench.end_to_end.cases import spread_lengths, token_lists
 from weft.bench.harness import Case, Measurement, Round, take_rounds
 from weft.bench.machine import NoiseMeter, foreign_cores
+from weft.bench.systems.end_to_end import spread_lengths, token_lists
 from weft.errors import WeftError
 
 PYTHON = Path(".venv-vllm/bin/python")

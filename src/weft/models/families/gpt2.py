@@ -16,8 +16,8 @@ from weft.models.family import (
     require,
     table,
 )
+from weft.models.modules import is_of
 from weft.models.spec import Attention, Embedding, Layer, Mlp, NormOrder, Projection, Transformer
-from weft.models.watch import is_of
 
 
 def describe_gpt2(model: Any) -> Transformer:

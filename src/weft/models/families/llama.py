@@ -19,8 +19,8 @@ from weft.models.family import (
     recomputes,
     table,
 )
+from weft.models.modules import is_of
 from weft.models.spec import Attention, Embedding, Layer, Mlp, Norm, NormKind, NormOrder, Rotary, Transformer
-from weft.models.watch import is_of
 
 
 def describe_llama(model: Any) -> Transformer:

@@ -9,8 +9,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from weft.errors import Unsupported
 from weft.models.family import Drops, activation_of, is_known_leaf, layer_norm, linear
+from weft.models.modules import check_untouched
 from weft.models.spec import Attention, Layer, Mlp, NormOrder, Projection, Transformer
-from weft.models.watch import check_untouched
 
 _LEAVES = (nn.TransformerEncoderLayer, nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
 

@@ -17,8 +17,8 @@ from weft.overlap.blocks import Counts, row_bounds
 from weft.overlap.executor.call import MatmulCall, Request, new_output, row_major, run_call
 from weft.overlap.executor.context import Context, Statement
 from weft.overlap.executor.resources import Need, WorkerJob, view
+from weft.overlap.incoming import RowArrival, RowSource, SendRows, Store, lower
 from weft.overlap.plan import Op
-from weft.overlap.programs.incoming import RowArrival, RowSource, SendRows, Store, lower
 from weft.timeline import record
 
 

@@ -27,8 +27,8 @@ from weft.overlap.blocks import Axis, Counts
 from weft.overlap.executor.call import MatmulCall, Request, exchange_counts, new_output, row_major, run_call
 from weft.overlap.executor.context import Context
 from weft.overlap.executor.resources import Need, WorkerJob, view
+from weft.overlap.outgoing import Finish, Outgoing, SendBlock, Space, View, lower
 from weft.overlap.plan import Op, OverlapPlan
-from weft.overlap.programs.outgoing import Finish, Outgoing, SendBlock, Space, View, lower
 from weft.timeline import record
 
 

@@ -24,8 +24,13 @@ from weft.kernels import triton as kernels
 from weft.overlap.executor.call import Request, exchange_counts, row_major
 from weft.overlap.executor.context import Context
 from weft.overlap.plan import Op, Transport
-from weft.overlap.streams.gather import all_gather
-from weft.overlap.streams.scatter import all_reduce, all_to_all, reduce_scatter, reduce_scatter_to_owners
+from weft.overlap.streams.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    reduce_scatter_to_owners,
+)
 from weft.overlap.streams.state import as_bytes, by_group, check, state_of
 
 __all__ = ["check", "gather_matmul", "gather_rows_matmul", "matmul_scatter", "matmul_scatter_rows"]

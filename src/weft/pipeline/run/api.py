@@ -19,12 +19,12 @@ from weft.comm.deadline import PIPELINE
 from weft.errors import WeftError
 from weft.layout import check_hosts
 from weft.layout.mesh import DeclaredCluster
-from weft.pipeline.predict.costs import Costs, Transfers
-from weft.pipeline.predict.lower import lower
 from weft.pipeline.run.microbatch import check_seed, stage_inputs
 from weft.pipeline.run.stage import LossFn, make_stages
 from weft.pipeline.run.step import Runner, RunningStep
+from weft.pipeline.schedules.costs import Costs, Transfers
 from weft.pipeline.schedules.graph import Edge, StageGraph, chain
+from weft.pipeline.schedules.lower import lower
 from weft.pipeline.schedules.schedule import Schedule
 from weft.pipeline.transport.channels import ChannelOptions, Channels, Payload
 from weft.pipeline.transport.connections import Connections, StageFailed

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from weft.comm import Transfer
 from weft.errors import LONGEST_SECONDS, PeerLost, PeerMismatch, PeerTimeout, WeftError
-from weft.pipeline.predict.costs import Transfers
-from weft.pipeline.predict.lowered import Receive, TensorTransfer
 from weft.pipeline.run.microbatch import StageInput
 from weft.pipeline.run.stage import Stage
+from weft.pipeline.schedules.costs import Transfers
 from weft.pipeline.schedules.graph import Action, Edge, Kind
+from weft.pipeline.schedules.lowered import Receive, TensorTransfer
 from weft.pipeline.transport.channels import Channels
 from weft.pipeline.transport.exchange import Exchange, KeptTensor, call_name
 from weft.pipeline.transport.routes import Placing, Routes

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from weft.pipeline.schedules.graph import Action, Dependencies, Kind, StageGraph, Steps, chain, run_in_steps
 
 if TYPE_CHECKING:
-    from weft.pipeline.predict.costs import Costs, Transfers
-    from weft.pipeline.predict.simulate import Simulation
+    from weft.pipeline.schedules.costs import Costs, Transfers
+    from weft.pipeline.schedules.simulate import Simulation
 
 _EMPTY = "."
 _STEPS_BEFORE_STUCK = 8  # of the grid in the message of a deadlock
@@ -134,10 +134,10 @@ class Schedule:
     def simulate(
         self, costs: Costs, graph: StageGraph | None = None, *, transfers: Transfers | None = None
     ) -> Simulation:
-        """What a run is expected to do: timeline, step time, bubble and peak; see `weft.pipeline.predict.simulate`."""
+        """What a run is expected to do: timeline, step time, bubble and peak; see `Simulation`."""
         # Here, since predictions are built on schedules: this method is a user's shortcut to them.
-        from weft.pipeline.predict.costs import Transfers
-        from weft.pipeline.predict.simulate import simulate
+        from weft.pipeline.schedules.costs import Transfers
+        from weft.pipeline.schedules.simulate import simulate
 
         return simulate(self, costs, graph, transfers=transfers or Transfers.OVERLAPPED)
 

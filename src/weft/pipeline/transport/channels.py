@@ -23,7 +23,7 @@ from weft.comm.tags import CHUNKS_PER_CHANNEL, channel_tags
 from weft.comm.tell import store_of
 from weft.errors import LONGEST_SECONDS, PeerLost
 from weft.layout.mesh import DeclaredCluster
-from weft.pipeline.predict.lowered import TensorTransfer
+from weft.pipeline.schedules.lowered import TensorTransfer
 from weft.pipeline.transport.connections import Connections, FailureStore, StageFailed
 from weft.pipeline.transport.routes import Placing, RouteLayouts, Routes
 from weft.pipeline.transport.threads import ArrivalBuffers, ThreadPool

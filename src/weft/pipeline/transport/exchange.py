@@ -25,7 +25,7 @@ from weft.comm.tags import Line
 from weft.comm.tell import swap_tensors
 from weft.errors import LONGEST_SECONDS, PeerMismatch
 from weft.layout import Layout
-from weft.pipeline.predict.lowered import Direction, TensorTransfer
+from weft.pipeline.schedules.lowered import Direction, TensorTransfer
 from weft.pipeline.transport.channels import Channel, Channels, Payload
 from weft.pipeline.transport.routes import Message, RouteLayouts, Routes
 from weft.pipeline.transport.threads import Future, PriorityLock

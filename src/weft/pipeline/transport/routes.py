@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from weft.layout import Layout, Mesh, ShardSizes, check_ranks
-from weft.pipeline.predict.lowered import Direction, Lowered, TensorTransfer
 from weft.pipeline.schedules.graph import Action, Kind, StageGraph
+from weft.pipeline.schedules.lowered import Direction, Lowered, TensorTransfer
 from weft.pipeline.schedules.schedule import Schedule
 
 Placements = Sequence[Placement | ShardSizes]
@@ -75,7 +75,7 @@ class Routes:
     tensor is used. So a sender never waits for room unless the schedule itself is ahead of what it keeps.
 
     >>> from weft.pipeline import schedule
-    >>> from weft.pipeline.predict.lower import lower
+    >>> from weft.pipeline.schedules.lower import lower
     >>> routes = Routes(lower(schedule("1f1b", stages=2, microbatches=4)))
     >>> {str(route): count for route, count in routes.channels.items()}
     {'0.x 0->1': 2, '0.x 1->0': 2}

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from weft import reference
 from weft.kernels import triton as kernels
 from weft.kernels.cpu_attention import Scoring
 from weft.kernels.triton.launch import Config
-from weft.packed import PackedBatch, reference
+from weft.packed import PackedBatch
 
 SMALL = Config((("BLOCK_M", 16), ("BLOCK_N", 32)))
 LENGTHS = [0, 1, 3, 35]  # nothing, less than a block, and several blocks of queries and of keys

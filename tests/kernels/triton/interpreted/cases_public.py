@@ -8,10 +8,11 @@ import torch
 from torch.nn import functional as F
 
 import weft
+from weft import reference
 from weft.kernels import PackedWeight, linear
 from weft.kernels.dispatch import TRITON, kernels_for, routed
 from weft.kernels.norm import add_bias_residual_layernorm, gate, rmsnorm, rotary
-from weft.packed import PackedBatch, reference
+from weft.packed import PackedBatch
 
 sys.path.append(str(Path(__file__).parents[3] / "unit"))
 import packed_models

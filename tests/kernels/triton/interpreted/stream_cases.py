@@ -6,13 +6,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from weft import overlap
+from weft import overlap, reference
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.kernels import PackedWeight, Ready, linear
 from weft.kernels import triton as kernels
 from weft.kernels.dispatch import TRITON, routed
 from weft.kernels.triton.interpreter import mend
-from weft.overlap import Op, OverlapPlan, Transport, reference, streams
+from weft.overlap import Op, OverlapPlan, Transport, streams
 from weft.overlap.blocks import Axis
 from weft.overlap.executor.context import context_of
 from weft.overlap.streams.state import state_of

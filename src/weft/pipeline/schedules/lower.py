@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.pipeline.predict.costs import Costs, TransferNeed, Transfers, transfer_needs
-from weft.pipeline.predict.lowered import Direction, Lowered, Operation, Receive, Send, TensorTransfer
+from weft.pipeline.schedules.costs import Costs, TransferNeed, Transfers, transfer_needs
 from weft.pipeline.schedules.graph import Action, Kind, StageGraph, Steps, chain
+from weft.pipeline.schedules.lowered import Direction, Lowered, Operation, Receive, Send, TensorTransfer
 from weft.pipeline.schedules.schedule import Schedule, validate
 
 _DEFAULT_TRANSFER = 0.5  # of a forward, where no costs are given

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from weft.pipeline.predict.lowered import Direction, TensorTransfer
 from weft.pipeline.schedules.graph import Action, Edge, Kind, StageGraph, Steps
+from weft.pipeline.schedules.lowered import Direction, TensorTransfer
 from weft.pipeline.schedules.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from weft.bench.end_to_end.cases import DEMO_LLAMA, Load, ModelSize, Place, Scale, WorkKind, full, quick
-from weft.bench.end_to_end.lab import (
+from weft.bench.end_to_end_lab import (
     FIRST,
     RUN_TIMEOUT,
     Machine,
@@ -25,6 +24,7 @@ from weft.bench.end_to_end.lab import (
 )
 from weft.bench.harness import BenchOptions, Case, Measurement, Result, column, measure_ranks, track
 from weft.bench.pipeline import PipelineSystem, check_losses, emulated_sizes, open_pipelines, pipeline_step
+from weft.bench.systems.end_to_end import DEMO_LLAMA, Load, ModelSize, Place, Scale, WorkKind, full, quick
 from weft.bench.systems.parallel import CORE_TRAIN_SYSTEMS, TRAIN_SYSTEMS, Engines, save_model
 from weft.bench.systems.pipeline import PipelineCase, build
 from weft.bench.systems.vllm import PYTHON

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.bench.end_to_end.cases import Load, Place, WorkKind, token_lists, train_batch
 from weft.bench.harness import Case, Measurement, Result, System, measure_ranks, rank_seconds, slowest, start_together
+from weft.bench.systems.end_to_end import Load, Place, WorkKind, token_lists, train_batch
 from weft.bench.systems.overlap import matmul_flops
 from weft.bench.systems.parallel import (
     GENERATE_SYSTEMS,
@@ -37,7 +37,7 @@ from weft.bench.systems.parallel import (
     make_trainers,
 )
 from weft.lab import Cluster, Rank
-from weft.lab.network import MAX_GBPS, MIN_GBPS
+from weft.lab.linux import MAX_GBPS, MIN_GBPS
 from weft.timeline import Event, Timeline, TracedCall, record
 
 FIRST = "_first"  # ends the name of a system that stops after the first token

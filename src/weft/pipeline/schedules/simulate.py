@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.pipeline.predict.costs import Costs, TransferNeed, Transfers, transfer_needs
-from weft.pipeline.predict.lower import Clock, ClockRun, Position, decide, insert
-from weft.pipeline.predict.lowered import Direction, Lowered, Receive, Send, TensorTransfer
+from weft.pipeline.schedules.costs import Costs, TransferNeed, Transfers, transfer_needs
 from weft.pipeline.schedules.graph import Action, Edge, Kind, StageGraph, chain
+from weft.pipeline.schedules.lower import Clock, ClockRun, Position, decide, insert
+from weft.pipeline.schedules.lowered import Direction, Lowered, Receive, Send, TensorTransfer
 from weft.pipeline.schedules.schedule import Schedule, validate
 from weft.timeline import Event, Timeline
 from weft.timeline.text import format_seconds
