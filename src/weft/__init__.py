@@ -1,5 +1,12 @@
 """weft: model-parallel transformers that neither wait for communication nor compute on padding.
 
+overlap/  reshard/  pipeline/  packed/      the four promises
+models/  transformer/  parallel/            whole models: what they are, how they are computed, on a mesh axis
+layout/  timeline/  comm/  kernels/         what all of that stands on
+jobs/  cli/  vllm/  scale/  lab/  bench/  report/     what is built of it
+reference                                   what each promise computes, in plain torch
+errors, _torch, _torch_check                the named errors; torch's private names, and whether they still mean that
+
 Names load when they are first used, so that `weft --help` does not wait for torch.
 """
 

@@ -1,15 +1,13 @@
-"""The ops in plain torch: the matmul, then the collective. What they compute, without any overlap.
+"""The plain twins: what each promise computes, in ordinary torch and without it. Slow, and obviously right.
 
-Same arguments, shapes and gradients as the ops in `api`. Values agree closely, not to the bit: torch's matmul sums
-in another order. Torch's own collectives want even shards, so these send uneven ones rank to rank.
+    overlap    `all_gather_matmul` and its kin: the matmul, then the collective; same arguments, shapes and gradients
+    reshard    `shard` and `reshard_reference`: one process that has all shards
+    pipeline   `step_reference` and `forward_reference`: all stages in one process, micro-batch by micro-batch
+    packed     `packed_attention`: sequence by sequence
 
-Resharding in plain torch, in one process, with all shards at hand: what the executor is compared with.
-
-Shards are cut with `torch.chunk` and `torch.split`, not with `weft.layout`, so that it checks that too.
-
-A step without a pipeline: all stages in one process, micro-batch by micro-batch. Runs are compared with it.
-
-The plain twins of the packed ops, in ordinary torch, sequence by sequence. Slow, and obviously right.
+Values agree closely, not to the bit: torch's matmul sums in another order. Torch's own collectives want even
+shards, so these send uneven ones rank to rank. Shards are cut with `torch.chunk` and `torch.split`, not with
+`weft.layout`, so that comparisons check that, too.
 """
 
 from __future__ import annotations

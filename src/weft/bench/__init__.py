@@ -1,11 +1,11 @@
-"""Benchmarks: one file or folder for each claim, with `NAME`, `HELP`, `run(options) -> Report`; promises have `demo()`.
+"""Benchmarks: one file for each claim, with `NAME`, `HELP`, `run(options) -> Report`; promises have `demo()`.
 
 gemm        the native linear against torch's
 overlap     matmuls that communicate while they compute
 reshard     tensors and a state dict between meshes
 pipeline    training steps over several hosts
 packed      models without padding
-end_to_end  a tensor-parallel transformer: training, prefill, decoding
+end_to_end  a tensor-parallel transformer: training, prefill, decoding; end_to_end_lab: what its ranks run
 systems     what is measured against what
 harness     systems in turns; cases, measurements, results, rows
 machine     what a figure was measured on, and who else was using it

@@ -1,14 +1,11 @@
-"""`weft kernels compile`: every GPU kernel to a binary, without a GPU, with what each takes.
+"""The program `weft`: its commands, and how their errors are shown. Short commands are here (`demo` and `kernels
+compile` among them), the others in their files.
 
-`weft demo`: one table of what weft gains on this machine, and a page with timelines, predicted above measured.
+Nothing here imports torch before a command needs it, so that `weft --help` answers at once. An error that a user can
+mend is its message and exit code 2; `weft --traceback ...` shows where it came from.
 
-A promise has one line, which its benchmark's function `demo` measures within half a minute. A line may carry figures,
-which only the page shows.
-
-The program `weft`: its commands, and how their errors are shown. Short commands are here, the others in their files.
-
-Nothing here imports torch before a command needs it, so that `weft --help` answers at once. An error that a
-user can mend is its message and exit code 2; `weft --traceback ...` shows where it came from.
+`weft demo` is one table of what weft gains on this machine: a promise has one line, which its benchmark's function
+`demo` measures within half a minute. A line may carry figures, predicted above measured, which only the page shows.
 """
 
 from __future__ import annotations

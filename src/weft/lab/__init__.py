@@ -1,11 +1,9 @@
 """A cluster of network namespaces with real, rate-limited links, on one machine.
 
 cluster  `Cluster`: the caller's side
-spec     what a lab is asked to be, and how a run ended: values
 zygote   the lab's own processes, which fork the ranks and watch them
-rank     one rank's process
-network  the wires: what to tell `ip` and `tc`, and whether this machine can
-linux    the few system calls that Python has no name for
+rank     one rank's process; the values that it, the zygote and the caller send each other
+linux    namespaces, and the wires between them: what to tell `ip` and `tc`, and whether this machine can
 check    do the links carry what was asked of them?
 """
 

@@ -1,8 +1,5 @@
-"""The few Linux calls that a lab needs and that Python has no name for before 3.12, and how it starts its own Python.
-
-Everything here acts on the calling process only. Errors are `OSError`s that name the call.
-
-The wires of a lab: what to tell `ip` and `tc` (pure), the function that tells them, and whether this machine can.
+"""What a lab asks of Linux: the few calls that Python has no name for before 3.12, and the wires between its hosts
+(what to tell `ip` and `tc`, which is pure; the function that tells them; and whether this machine can).
 
     host 0                 switch                 host 1
     eth0 10.77.0.1 ─────── port0 ── bridge ── port1 ─────── eth0 10.77.0.2
@@ -13,6 +10,8 @@ the kernel removes every namespace, link and queue when the lab's processes are 
 The fabric loses nothing, like one with credits: what may be under way on a connection is bounded by its
 receive window, and the queues hold that. (Rejected: short queues that drop. An incast then waits 200 ms for
 TCP's shortest retransmission timer, and no two runs are alike.)
+
+The calls act on the calling process only. Errors are `OSError`s that name the call.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""A lab as values: what it is asked to be, what the caller and the lab's process send each other, how a run ended.
-
-One rank of a run: a process forked from the lab's zygote, which has imported torch already.
+"""A lab as values (what it is asked to be, what the caller and the lab's process send each other, how a run ended),
+and one rank of a run: a process forked from the lab's zygote, which has imported torch already.
 """
 
 from __future__ import annotations

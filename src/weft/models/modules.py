@@ -1,15 +1,15 @@
-"""Is a model still made as it was when it was read? Its modules, their classes, modes, options, hooks and configs.
+"""The modules of a user's model: are they still made as when they were read, and how does a model get another
+`forward`?
 
 A packed or parallel model computes from a description of the user's modules, not by running them. So whatever changes
 what they would compute must be noticed: a layer swapped or cut, an adapter around a linear, `dropout.p`, a submodule in
 `eval()`, a hook, a patched `forward`, an option of the config. All of that is an identity somewhere in the modules'
-dicts, and comparing these costs well under a microsecond a module. Weights that change in place are another question
-(`weft.kernels.freshness`).
+dicts, and comparing these (`Watch`) costs well under a microsecond a module. Weights that change in place are another
+question (`weft.kernels.freshness`).
 
-A model with another `forward`: its class keeps its name, and inherits from a mixin and from the model's own class.
-
-`twin_of` makes a twin: a shallow copy with the same modules and parameters under the same names, which can be copied,
-pickled and compiled around. `become` changes a model in place.
+The class of such a model keeps its name, and inherits from a mixin (`Twin`) and from the model's own class. `twin_of`
+makes a twin: a shallow copy with the same modules and parameters under the same names, which can be copied, pickled and
+compiled around. `become` changes a model in place.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ blocks     index maps: whose rows, which blocks, which hosts
 speeds     what a group can do, and what a plan asks of it
 search     from shapes and speeds to a plan; simulate: a plan on paper
 tuning     plans that were measured, and the file that keeps them
-programs/  from a plan to what each rank does (pure)
+outgoing   from a plan to what each rank does where the output travels; incoming: where the input does (pure)
 executor/  runs that on a CPU; streams/ on devices with streams
-reference  the ops in plain torch
 """
 
 from weft.comm.group import keep_gloo_priority

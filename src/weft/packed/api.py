@@ -1,6 +1,5 @@
-"""`packed_attention`: attention over the sequences of a `PackedBatch`.
-
-`pack(model)`: twins that compute no padded token, of Hugging Face's families and of torch's own encoder.
+"""What users call: `pack(model)`, for twins of Hugging Face's families and of torch's own encoder that compute no
+padded token; and `packed_attention`, attention over the texts of a `PackedBatch`.
 """
 
 from __future__ import annotations

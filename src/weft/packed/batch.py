@@ -1,13 +1,12 @@
-"""`PackedBatch`: the tokens of many sequences end to end, and the way back to a padded tensor.
+"""`PackedBatch`: the tokens of many texts end to end, and the way back to a padded tensor. And where one text ends and
+the next begins: this is the one place that says so, and nothing is ever computed across a boundary.
 
-Where one text ends and the next begins: the one place that says so. Nothing is ever computed across a boundary.
-
-mask [B, S]                      one text a row, of the tokens where it is not 0
-lengths [B]                      texts end to end, as lists and nested tensors give them
-cu_seqlens [B + 1]               the same as offsets, int32, as the core reads them
-starts [B, S]                    rows that hold several texts: True where one begins
-cu_seq_lens_q and _k, seq_idx    how Hugging Face says `starts` of a flattened row
-position_ids [B, S]              they rise inside of a text; where they do not, the next one begins
+    mask [B, S]                      one text a row, of the tokens where it is not 0
+    lengths [B]                      texts end to end, as lists and nested tensors give them
+    cu_seqlens [B + 1]               the same as offsets, int32, as the core reads them
+    starts [B, S]                    rows that hold several texts: True where one begins
+    cu_seq_lens_q and _k, seq_idx    how Hugging Face says `starts` of a flattened row
+    position_ids [B, S]              they rise inside of a text; where they do not, the next one begins
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 api          `parallelize`: which models, and how they become parallel
 cut          how each parameter is cut
 rank_model   what one rank computes with, of parameters that are DTensors
-distribute   DTensors: parameters become such, and logits that ranks share
 engine       runs a parallelized module, in training and in inference
 training     the differentiable layers on ranks, and the loss of logits whose columns ranks share
 huggingface  the call of a model, as Hugging Face makes it; its cache
-surface      what else such a model can do: copies, saving, DDP, checkpointing
+surface      parameters as DTensors; what else such a model can do: copies, saving, DDP, checkpointing
 stages       a decoder in stages for `weft.Pipeline`
 files/       checkpoints, and weights as Hugging Face stores them
 """

@@ -1,6 +1,5 @@
-"""DTensors: the parameters of a model become such, in place and under their names; and logits that ranks share.
-
-What else a Hugging Face model can do, besides its call: it works with shared parameters, or names the remedy.
+"""What a parallelized model is besides its call: its parameters are DTensors, in place and under their names, and so
+are logits that ranks share; whatever else a Hugging Face model can do works with them, or names the remedy.
 """
 
 from __future__ import annotations

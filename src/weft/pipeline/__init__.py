@@ -3,8 +3,7 @@
 `schedule` makes a schedule (a value), `StageGraph` says which tensors go where, `lower` adds sends and receives,
 `simulate` predicts the run; `Pipeline` runs it, and loads torch only when it is first named.
 
-schedules/  what each rank computes, in which order (pure)
-predict/    the same with its sends and receives, and how long it takes (pure)
+schedules/  what each rank computes, sends and receives, in which order, and how long it takes (pure)
 transport/  how tensors get from stage to stage
 run/        `Pipeline`, its stages and its steps
 models      two models in stages, to train, measure and test with

@@ -1,6 +1,5 @@
-"""What commands share: output files, checked before the work and announced after it; the terminal; `HOSTSxDEVICES`.
-
-What a benchmark returns.
+"""What a benchmark returns, and what commands do with results: files that are checked before the work and announced
+after it, and the terminal.
 """
 
 from __future__ import annotations

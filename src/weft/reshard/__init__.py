@@ -7,15 +7,13 @@ api        the two functions: a user's arguments, checked; the result and its gr
 describe   what ranks tell each other of their tensors, joined
 tensors    users' tensors: the layouts of DTensors, what their memory must be like
 spec       what is asked: tensors with both layouts, reductions and casts, the table of strategies
-planner    from that to a plan, through units, senders and order
+planner    from that to a plan, through units, senders and order; the paper's search, for comparison
 units      which box goes from which ranks to which; streams and demands
 senders    who sends what, by maximum flow; the lower bound
 order      in which order: an open shop; chunks, and hops from rank to rank
-paper      senders and order by search, as the paper does it, for comparison
 plan       the plan: prints, parses back, knows its bound
 simulate   when each hop will happen
 executor/  the I/O
-reference  the same in plain torch
 """
 
 import sys

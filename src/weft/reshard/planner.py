@@ -1,15 +1,14 @@
-"""The paper's way to choose senders and order: whole transfers, one at a time on each card, by search.
+"""From tensors and layouts to a plan. Pure: no device, no process group.
 
-A *job* is a transfer that keeps the sender's card and the cards of all its receivers busy for some seconds
-(a chain over hosts in many chunks). Jobs start in a given order, each as soon as its cards are free. For few
-jobs a depth-first search with pruning finds the best senders and order; for many, a greedy order with random
-ties is tried some times. Kept as the comparison for `open_shop` (order), which splits and preempts.
-
-From tensors and layouts to a plan. Pure: no device, no process group.
-
-    tensors (spec) -> units, streams, demands (units) -> pieces (senders) -> chunks and hops (order; paper) -> Plan
+    tensors (spec) -> units, streams, demands (units) -> pieces (senders) -> chunks and hops (order) -> Plan
 
 The strategies differ in what each of these steps does: their table is at the head of `spec`.
+
+*The paper's way* to choose senders and order is kept for comparison: whole transfers, one at a time on each card, by
+search. A *job* is a transfer that keeps the sender's card and the cards of all its receivers busy for some seconds (a
+chain over hosts in many chunks). Jobs start in a given order, each as soon as its cards are free. For few jobs a
+depth-first search with pruning finds the best senders and order; for many, a greedy order with random ties is tried
+some times. `order.open_shop`, which splits and preempts, does better.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 same step without each promise. The planners and simulators are those that run on the CPU; only the curves are declared.
 
 gpus    what the data sheets say: seconds of a matmul, of a copy, of a collective
-models  transformers as sizes, and how long texts are
-job     what is to be simulated: a model, cut over a cluster, and a batch
+job     what is to be simulated: a model as sizes, cut over a cluster, and a batch of texts
 ops     one overlapped matmul
 step    a whole step: layers, edges, pipeline, gradients, memory
 """

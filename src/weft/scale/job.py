@@ -1,10 +1,9 @@
-"""What is computed, as sizes: transformers (what a layer multiplies, how many there are) and how long texts are.
+"""What is to be simulated: a model, cut over a cluster, and a batch of texts. Checked here, so that the rest need not.
 
-Lengths are quantiles, as a share of the longest text, from which padding is reckoned. A batch that is padded computes
-every text as long as its longest; one that is packed computes the tokens that are there. What counts is the mean, the
-mean of the squares (for attention), and the same of a batch's longest.
-
-What is to be simulated: a model, cut over a cluster, and a batch. Checked here, so that the rest need not.
+Models are sizes: what a layer multiplies, and how many there are. Lengths are quantiles, as a share of the longest
+text, from which padding is reckoned. A batch that is padded computes every text as long as its longest; one that is
+packed computes the tokens that are there. What counts is the mean, the mean of the squares (for attention), and the
+same of a batch's longest.
 """
 
 from __future__ import annotations

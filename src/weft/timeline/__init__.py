@@ -1,12 +1,10 @@
 """Events on lanes: what a plan predicts and what a run did, as one type.
 
-timeline  `Timeline`, a frozen value; the calls of a trace
+timeline  `Timeline`, a frozen value; the calls of a trace; Chrome trace JSON
 events    one event; what a lane or a place was doing when, as sets of seconds
 summary   how much was work, waiting, and hidden communication
 text      drawn with characters
-chrome    saved and loaded as Chrome trace JSON
-record    `weft.trace`: recording one
-clocks    one clock for all ranks, and their timelines merged
+record    `weft.trace`: recording one; one clock for all ranks, and their timelines merged
 
 `weft.report` draws timelines as SVG and HTML.
 """

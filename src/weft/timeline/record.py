@@ -1,14 +1,4 @@
-"""One clock for all ranks: offsets by ping-pong against rank 0, and a group's timelines on its clock.
-
-Every rank stamps events with its own monotonic clock. Ranks on one machine share that clock (also across
-network namespaces), and are found to by their boot id, because an offset of exactly zero is better than the
-best measurement. For the others rank 0 answers pings, as in NTP: with `sent` and `received` on the rank's
-clock and `replied` on rank 0's, `replied - (sent + received) / 2` is the offset, wrong by at most half the
-round trip. The ping with the shortest round trip counts.
-
-What travels are numbers and JSON text; nothing is unpickled.
-
-`weft.trace`: recording what the executors do.
+"""`weft.trace`: recording what the executors do, and the timelines of all ranks on one clock.
 
 A user writes
 
@@ -39,6 +29,12 @@ hands the recorder over, as above (or starts it with `contextvars.copy_context()
 
 Traces nest: what an inner trace records, the traces around it record too, so that measuring a part never
 takes it away from the whole.
+
+Every rank stamps events with its own monotonic clock. Ranks on one machine share that clock (also across network
+namespaces), and are found to by their boot id, because an offset of exactly zero is better than the best
+measurement. For the others rank 0 answers pings, as in NTP: with `sent` and `received` on the rank's clock and
+`replied` on rank 0's, `replied - (sent + received) / 2` is the offset, wrong by at most half the round trip. The
+ping with the shortest round trip counts. What travels are numbers and JSON text; nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""`Timeline`: events in order of start; and the calls of a trace, each with a timeline of its own.
+"""`Timeline`: events in order of start; the calls of a trace, each with a timeline of its own; and timelines as Chrome
+trace JSON, which Perfetto and chrome://tracing open.
 
-Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open.
-
-A place is a process there and a lane a thread. Events of one lane that run at the same time go to threads of
-the same name, because those viewers drop an event that starts inside another one and ends after it. Times are
-microseconds there; the exact seconds are kept beside them, in `args`, so that a timeline comes back equal to
-the one that was saved. Traces of other tools load too, as far as they have complete events (`"ph": "X"`).
+A place is a process there and a lane a thread. Events of one lane that run at the same time go to threads of the
+same name, because those viewers drop an event that starts inside another one and ends after it. Times are
+microseconds there; the exact seconds are kept beside them, in `args`, so that a timeline comes back equal to the
+one that was saved. Traces of other tools load too, as far as they have complete events (`"ph": "X"`).
 """
 
 from __future__ import annotations

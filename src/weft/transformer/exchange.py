@@ -1,15 +1,16 @@
-"""Sums and gathers among the ranks of one host, through memory that all of them map, in microseconds.
+"""Messages between the ranks that share a model: through shared memory inside a host, by the group's context elsewhere.
 
-A rank fills a bank of its own, posts it, and adds up the banks of all ranks in their order; it fills the next one
-before it reads this one, so that chunks of rows are computed while the others finish theirs. Every turn carries a tag,
-a hash of what the ranks are about to do: ranks that were given different things notice.
+*Inside a host* (`HostWire`, `matmul_all_reduce`): a rank fills a bank of its own, posts it, and adds up the banks
+of all ranks in their order; it fills the next one before it reads this one, so that chunks of rows are computed
+while the others finish theirs. Every turn carries a tag, a hash of what the ranks are about to do: ranks that were
+given different things notice.
 
-Messages between the ranks of a group whose sizes all ranks know: what is too small, or too scattered, to overlap.
+    matmul_all_reduce   x_r [M, K_r], w_r [N, K_r], b [N] -> sum over r of x_r w_r^T + b   [M, N], the same on all ranks
 
-Each is one call on the group's context: in turn with the overlapped matmuls, all ranks agree on what they do before a
-byte moves, one deadline for the whole, and every wait names its peer. Sums are added in the order of all sums in weft.
-
-Rows, columns and embedded words travel differentiably. A table of embeddings whose rows the ranks share:
+*By messages*, whose sizes all ranks know: what is too small, or too scattered, to overlap. Each is one call on the
+group's context: in turn with the overlapped matmuls, all ranks agree on what they do before a byte moves, one
+deadline for the whole, and every wait names its peer. Sums are added in the order of all sums in weft. Rows,
+columns and embedded words travel differentiably. A table of embeddings whose rows the ranks share:
 
     table_r [V_r, width], ids [T]      -> x [T_r, width], or [T, width] where tokens are not split
     forward   the owner of a word sends its row to the rank that holds the token
@@ -17,14 +18,6 @@ Rows, columns and embedded words travel differentiably. A table of embeddings wh
 
 A row comes from one rank, so nothing is summed: only rows travel that are needed, a P-th of a reduce-scatter, and the
 result has the bits of a lookup. All ranks know all ids, so all know who sends what.
-
-A row-parallel matmul and its all-reduce inside a host, with the overhead of neither: for engines that decode.
-
-    x_r [M, K_r], w_r [N, K_r], b [N] -> y = sum over r of x_r w_r^T + b   [M, N], the same on all ranks
-
-The matmul writes into the window, and all ranks add up what is there, in rank order. Where M is large, a block of rows
-is computed while the peers finish the one before, so that nobody waits for a rank that is a little behind; and the sums
-find the blocks in the cache. `weft.matmul_all_reduce` does the same for any group and traces it.
 """
 
 from __future__ import annotations

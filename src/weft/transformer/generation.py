@@ -1,9 +1,8 @@
-"""The next token of each sequence, from logits whose columns the ranks share.
+"""`weft.generate`: prompts of any lengths in, tokens out, without a padded token anywhere; and how a token is chosen
+from logits whose columns the ranks share.
 
 Only candidates travel: of greedy choice one of each rank and sequence, of `top_k` as many as that. All ranks get all
-candidates and draw by the same random numbers, so that all choose the same tokens, without a word about it.
-
-`weft.generate`: prompts of any lengths in, tokens out, without a padded token anywhere.
+candidates and draw by the same random numbers, so that all choose the same tokens, without a message about it.
 """
 
 from __future__ import annotations

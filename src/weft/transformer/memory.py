@@ -1,25 +1,23 @@
-"""One rank's part of a tensor-parallel transformer, as values; a model in one process is the part of one rank.
+"""What one rank computes with: its part of a model, as values, and what a program for inference holds between calls.
 
-P ranks share a stack. Rank r computes with its own heads and its own columns of the MLP; T tokens lie as T_r rows
-between blocks (sequence parallel), or as T rows on every rank where T is too small to split.
+P ranks share a stack; a model in one process is the part of one rank. Rank r computes with its own heads and its own
+columns of the MLP; T tokens lie as T_r rows between blocks (sequence parallel), or as T rows on every rank where T is
+too small to split.
 
     embedding   table[ids] of the rank's words, summed over ranks        -> x [T_r, width]
     column      y = all_gather(x) w_r^T + b_r                            -> [T, N_r]     qkv, up (and gate)
     row         x = reduce_scatter(y w_r^T) + b                          -> [T_r, width] out, down
     head        logits = all_gather(x) w_r^T                             -> [T, V_r]
 
-The same words as `weft.models.spec`: `transformer` describes a model with the rank's heads and the rank's weights.
-The biases of `out` and `down` and all norms are whole on every rank.
+The same words as `weft.models.spec`: `transformer` describes a model with the rank's heads and the rank's weights. The
+biases of `out` and `down` and all norms are whole on every rank.
 
-What a program for inference holds between calls: packed weights, tables and buffers; and `RankCache`.
-
-After the first call of a size nothing is allocated but the result.
+A program holds packed weights, tables and buffers, and after the first call of a size allocates nothing but the result.
+Attention reads a slot of a `RankCache` where it lies: sequences of different lengths, and the room behind them, cost
+nothing.
 
     keys[l], values[l]     [slots, kv_heads, capacity, head_dim], a slot for each sequence, contiguous
     lengths                int64 [slots]: the tokens that each slot holds
-
-Attention reads a slot of the cache where it lies: sequences of different lengths, and the room behind them, cost
-nothing.
 """
 
 from __future__ import annotations

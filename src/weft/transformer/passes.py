@@ -1,4 +1,8 @@
-"""One pass of a program where every rank has all rows: alone, or with the ranks of one host.
+"""`RankProgram`: inference on one rank or on those of a group, with weights packed once and buffers used again; and
+`Pass`, one pass of it through the layers where every rank has all rows: alone, or with the ranks of one host.
+
+    prefill     T tokens of many prompts end to end, no padding; only rows asked for leave the last layer's attention
+    decode      one token (or a few) for each sequence: T rows on every rank, keys and values in a `RankCache`
 
     pre-norm    y = norm(x += p)    qkv = y Wqkv_r + b    c = attention(qkv)    p = sum_r(c Wo_r) + b
                 y = norm(x += p)    m = act(y Wu_r + b)                         p = sum_r(m Wd_r) + b
@@ -6,18 +10,11 @@
 
 `p` is what the last matmul gave and the next norm adds. A rank alone adds x in the matmul itself, which saves a pass
 over memory: x = c Wo + b + x. All steps of a chunk of rows run one after the other, so that what lies between them
-stays in the caches. Addresses go straight to the core: what `weft.kernels` would check of each call follows from the
-model, and what came from outside was checked before.
+stays in the caches. Where the group spans hosts, long inputs are split and overlapped instead (`network.py`). A row's
+bits depend on its own sequence only: not on the batch, nor on whether a token came in the prompt or was decoded.
 
-`RankProgram`: inference on one rank or on those of a group, with weights packed once and buffers used again.
-
-    prefill    T tokens of many prompts end to end, no padding; only the rows asked for leave the last layer's attention
-    decode     one token (or a few) for each sequence: T rows on every rank, keys and values in a `RankCache`
-
-Inside a host every rank has all T rows between blocks: a row-parallel matmul writes its partial result where the others
-read it, and each rank adds them up (`host_wire.py`), a chunk of rows while the next one is computed. Where the group
-spans hosts, long inputs are split and overlapped instead (`network.py`). Either way a row's bits depend on its
-own sequence only: not on the batch, nor on whether a token came in the prompt or was decoded.
+Addresses go straight to the core: what `weft.kernels` would check of each call follows from the model, and what came
+from outside was checked before (`call.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ replaced, unless the variable says so.
 replace       puts the replacements in place, and reports
 layers        linears on the native matmul; the row-parallel one with its all-reduce as one op
 communicator  collectives through windows in place of gloo
-fused         the matmul and all-reduce of that op; needs nothing of vLLM
 
 vLLM moves its internals from one release to the next: with another one, an import would fail with a text that says
 nothing of the cause. So all that needs them is behind `install`, which uses names that every release has.

@@ -1,6 +1,6 @@
 """Overlapped matmuls on devices with streams: the executor of GPUs. Its functions are those of `MatmulExecutor`.
 
-gather   matmuls whose input travels; scatter: those whose output does
+collectives  matmuls whose input or output travels
 state    what is kept for a group: streams, the other ranks' memory, tables, late kernels; and the plans of a device
 device   streams and mapped memory: of a GPU, and the same with threads and windows on a CPU
 

@@ -1,15 +1,15 @@
-"""Matmuls whose input travels: tiles start as their rows arrive.
+"""Matmuls whose input or output travels, on two streams.
+
+**The input travels**: tiles start as their rows arrive.
 
     side      | rows of rank r - 1, tell | rows of rank r - 2, tell | ...
     compute   | matmul: tiles of own rows, then of those that have arrived, each waiting for the counter of its rows
 
 Rows come by copies out of the other ranks' memory where that is mapped, otherwise by messages: at each step every rank
 sends to one and receives from one, so that all links are busy. Chunks, counters and the order of tiles are those of
-`programs.incoming`, for ranks that share no window.
+`weft.overlap.incoming`, for ranks that share no window.
 
-This has never run on a GPU: it was run with threads for streams, gloo, and Triton's interpreter.
-
-Matmuls whose output travels: by collectives of a process group, or straight into the memory of its owner.
+**The output travels**: by collectives of a process group, or straight into the memory of its owner.
 
 *By collectives*, group of tiles by group of tiles.
 

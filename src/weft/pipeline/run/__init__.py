@@ -5,5 +5,4 @@ step       one step of a schedule on one rank
 microbatch what each stage is given for each micro-batch
 stage      forward and backward passes of one stage
 split      a backward pass in two parts
-reference  the same step in one process, without a pipeline
 """

@@ -1,9 +1,8 @@
-"""Carries out one plan, again and again: what is agreed on and made once, and each run of it.
+"""`Executor` carries out one plan, again and again: what is agreed on and made once, and each run of it. `TransferJob`
+is one move of some tensors as the user asks for it: planned, checked, carried out.
 
-All waits end: a rank that is dead or slow for the group's `timeout` ends the operation everywhere with an error
-that names chunk, unit and peer.
-
-One move of some tensors on one rank, as the user asks for it: planned, checked, carried out.
+All waits end: a rank that is dead or slow for the group's `timeout` ends the operation everywhere with an error that
+names chunk, unit and peer.
 """
 
 from __future__ import annotations
