@@ -161,7 +161,7 @@ class RankModel:
         return 1 if self.group is None else self.group.size()
 
 
-CHUNK_ROWS = 512  # rows that go through a block at once: what lies between its matmuls stays in the caches
+CHUNK_ROWS = 512  # what the ranks of a host sum at once: stays in the caches from the matmul to the sum
 _GROWTH = 1.25  # buffers are made this much larger than a batch that outgrew them
 _CACHE_GROWTH = 1.5  # a cache that is full grows at least so much
 
@@ -258,21 +258,22 @@ class Tables:
 
 
 class PassBuffers:
-    """Memory for up to `capacity` tokens; some of it for a chunk of them only, or for all where `chunk` is None."""
+    """Memory for up to `capacity` tokens, a part of it for a chunk of them only where there is a `chunk`.
 
-    def __init__(self, layers: list[PackedLayer], width: int, dtype: torch.dtype, chunk: int | None) -> None:
-        heads = [layer.spec.attention for layer in layers]
-        self._widths = {
-            "x": width,
-            "part": width,
-            "context": max(a.heads * a.head_dim for a in heads),
-            "qkv": max(layer.qkv.n for layer in layers),
-        }
-        self._chunk_widths = {
-            "y": width,
-            "wide": max(layer.up.n for layer in layers),
-            "gated": max((layer.up.n // 2 for layer in layers if layer.spec.mlp.gated), default=0),
-        }
+    A rank `alone` needs less: its norms read no `part` that still waits to be added, and no other rank waits for its
+    MLP while attention runs.
+    """
+
+    def __init__(
+        self, layers: list[PackedLayer], width: int, dtype: torch.dtype, *, chunk: int | None, alone: bool
+    ) -> None:  # fmt: skip
+        heads, qkv = [layer.spec.attention for layer in layers], max(layer.qkv.n for layer in layers)
+        wide = max(layer.up.n for layer in layers)
+        gated = max((layer.up.n // 2 for layer in layers if layer.spec.mlp.gated), default=0)
+        context = max(a.heads * a.head_dim for a in heads)
+        self._widths = {"x": width, "part": width, "context": context, "qkv": max(qkv, wide) if alone else qkv}
+        self._chunk_widths = {"gated": gated} if alone else {"y": width, "wide": wide, "gated": gated}
+        self._same = {"y": "part", "wide": "qkv"} if alone else {}
         self._dtype, self._chunk = dtype, chunk
         self.capacity = 0
         self._memory: dict[str, Tensor] = {}
@@ -287,6 +288,7 @@ class PassBuffers:
         chunk = capacity if self._chunk is None else min(capacity, self._chunk)
         memory = {name: empty(capacity, width, dtype=self._dtype) for name, width in self._widths.items()}
         memory |= {name: empty(chunk, width, dtype=self._dtype) for name, width in self._chunk_widths.items()}
+        memory |= {name: memory[other] for name, other in self._same.items()}
         self._memory, self.at = memory, {name: buffer.data_ptr() for name, buffer in memory.items()}
         self.capacity = capacity
 

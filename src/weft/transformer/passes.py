@@ -8,9 +8,9 @@
                 y = norm(x += p)    m = act(y Wu_r + b)                         p = sum_r(m Wd_r) + b
     post-norm   the same with x = y = norm(x + p)
 
-`p` is what the last matmul gave and the next norm adds. A rank alone adds x in the matmul itself, which saves a pass
-over memory: x = c Wo + b + x. All steps of a chunk of rows run one after the other, so that what lies between them
-stays in the caches. Where the group spans hosts, long inputs are split and overlapped instead (`network.py`). A row's
+`p` is what the last matmul gave and the next norm adds. A rank alone adds x in the matmul itself: x = c Wo + b + x.
+With others, all steps of a chunk of rows run one after the other, so that what lies between them stays in the caches,
+and ranks compute while they wait. Where the group spans hosts, long inputs are split and overlapped instead (`network.py`). A row's
 bits depend on its own sequence only: not on the batch, nor on whether a token came in the prompt or was decoded.
 
 Addresses go straight to the core: what `weft.kernels` would check of each call follows from the model, and what came
@@ -179,8 +179,9 @@ class Pass:
 
     def _qkv(self, layer: PackedLayer, number: int) -> None:
         n, places = layer.qkv.n, layer.spec.attention.rotary is not None or self.call.cache is not None
-        for first in range(0, self.rows, CHUNK_ROWS):
-            count = min(CHUNK_ROWS, self.rows - first)
+        step = max(self.rows, 1) if self.wire is None else CHUNK_ROWS
+        for first in range(0, self.rows, step):
+            count = min(step, self.rows - first)
             to = (self.at["qkv"] + first * n * self.size, n)
             self._linear(layer.qkv, self._attention_input(layer, number, first, count), to, count)
             if places:
@@ -276,10 +277,9 @@ class Pass:
             part = (self.at["part"], self.width)
             self._sum(lambda f, n, to: self._linear(dense, read(f, n), to, n, with_bias=False), dense.bias_at, part)
             return
-        x, out = self.at["x"], self.at["x" if layer.spec.order is NormOrder.PRE else "part"]
-        for first in range(0, self.rows, CHUNK_ROWS):
-            count, at = min(CHUNK_ROWS, self.rows - first), first * self.width * self.size
-            self._linear(dense, read(first, count), (out + at, self.width), count, residual=(x + at, self.width))
+        x = (self.at["x"], self.width)
+        out = x if layer.spec.order is NormOrder.PRE else (self.at["part"], self.width)
+        self._linear(dense, read(0, self.rows), out, self.rows, residual=x)
 
     def _sum(self, fill: Fill, bias: int, out: Rows) -> None:
         """out = the sum over ranks of what `fill` gives, + bias."""
@@ -328,9 +328,11 @@ class RankProgram:
             from weft.transformer.network import wire_of
 
             self.wire = wire_of(model.group, self.work.width, self.dtype, wire)
-        # Across hosts, rows are split among ranks, and not done in chunks.
-        chunk = CHUNK_ROWS if self.wire is None or isinstance(self.wire, HostWire) else None
-        self.buffers = PassBuffers(self.work.layers, self.work.width, self.dtype, chunk)
+        # Chunks are for the ranks of a host: across hosts rows are split, and a rank alone would lose 1 to 3 % by them.
+        chunk = CHUNK_ROWS if isinstance(self.wire, HostWire) else None
+        self.buffers = PassBuffers(
+            self.work.layers, self.work.width, self.dtype, chunk=chunk, alone=self.wire is None
+        )  # fmt: skip
         self._lock = threading.Lock()  # calls share the buffers
 
     def cache(self, *, slots: int, capacity: int) -> RankCache:
