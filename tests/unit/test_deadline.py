@@ -69,3 +69,26 @@ def test_the_check_sees_what_it_looks_for() -> None:
 def test_the_table_needs_no_torch() -> None:
     code = "import sys, weft.comm.deadline; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+ENDS_WHILE_A_THREAD_COMPUTES = """
+import threading
+import torch
+from weft.overlap.executor.resources import Worker
+
+begun = threading.Event()
+x = torch.randn(2000, 2000)
+def work(job):
+    begun.set()
+    for _ in range(3):
+        x @ x
+worker = Worker("test")
+worker.start(work)
+begun.wait()
+"""
+
+
+def test_a_process_does_not_end_under_its_threads() -> None:
+    """Python would end the thread by unwinding torch's C++, which aborts the process."""
+    done = subprocess.run([sys.executable, "-c", ENDS_WHILE_A_THREAD_COMPUTES], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")

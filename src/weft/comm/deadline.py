@@ -12,11 +12,13 @@ other threads stay where they are.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -142,6 +144,46 @@ def listening(wait: Callable[[], None], *, on_interrupt: Callable[[], None] | No
         raise job.error
 
 
+@contextmanager
+def at_work() -> Iterator[None]:
+    """Around the work of a daemon thread, and the dropping of what it worked with: the process does not end under it.
+
+    Python ends a daemon thread where it next wants the interpreter, by unwinding its stack; if torch's C++ is on that
+    stack, the whole process is aborted. So the end of a process waits for such threads, for a moment.
+    """
+    global _workers
+    with _rest:
+        _workers += 1
+        if _workers == 1 and os.getpid() not in _awaited:
+            _awaited.add(os.getpid())
+            atexit.register(_wait_for_rest)
+    try:
+        yield
+    finally:
+        with _rest:
+            _workers -= 1
+            _rest.notify_all()
+
+
+def _wait_for_rest() -> None:
+    with _rest:
+        _rest.wait_for(lambda: _workers == 0, timeout=_REST_SECONDS)
+
+
+_REST_SECONDS = 2.0
+_rest = threading.Condition()
+_workers = 0
+_awaited: set[int] = set()  # processes that wait at their end
+
+
+def _forget_workers() -> None:
+    global _rest, _workers
+    _rest, _workers = threading.Condition(), 0
+
+
+os.register_at_fork(after_in_child=_forget_workers)
+
+
 class _Job:
     """A wait, and its end."""
 
@@ -176,8 +218,9 @@ class _Helper:
     def _serve(self) -> None:
         while True:
             job = self._jobs.get()
-            job.run()
-            del job
+            with at_work():
+                job.run()
+                del job
             _idle.append(self)  # not before: a wait that was interrupted may last longer than its caller
 
 

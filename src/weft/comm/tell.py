@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from weft._torch import group_store
-from weft.comm.deadline import Deadline, listening
+from weft.comm.deadline import Deadline, at_work, listening
 from weft.comm.tags import Tag, turn
 from weft.errors import PeerLost, PeerMismatch, PeerTimeout
 
@@ -229,10 +229,11 @@ class Meeting:
         future: Future[T] = Future()
 
         def ask() -> None:
-            try:
-                future.set_result(call())
-            except Exception as error:
-                future.set_exception(error)
+            with at_work():
+                try:
+                    future.set_result(call())
+                except Exception as error:
+                    future.set_exception(error)
 
         threading.Thread(target=ask, name=f"weft-{self._name}", daemon=True).start()
         where = f"at step '{step}' of {self._name}"

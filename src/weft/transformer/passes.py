@@ -10,8 +10,9 @@
 
 `p` is what the last matmul gave and the next norm adds. A rank alone adds x in the matmul itself: x = c Wo + b + x.
 With others, all steps of a chunk of rows run one after the other, so that what lies between them stays in the caches,
-and ranks compute while they wait. Where the group spans hosts, long inputs are split and overlapped instead (`network.py`). A row's
-bits depend on its own sequence only: not on the batch, nor on whether a token came in the prompt or was decoded.
+and ranks compute while they wait. Where the group spans hosts, long inputs are split and overlapped instead
+(`network.py`). A row's bits depend on its own sequence only: not on the batch, nor on whether a token came in the
+prompt or was decoded.
 
 Addresses go straight to the core: what `weft.kernels` would check of each call follows from the model, and what came
 from outside was checked before (`call.py`).

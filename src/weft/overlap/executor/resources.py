@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from weft._torch import storage_id, weak_storage
 from weft.comm import Counters, Window
+from weft.comm.deadline import at_work
 from weft.comm.tags import Line
 from weft.errors import PeerTimeout
 from weft.kernels import PackedWeight
@@ -239,5 +240,6 @@ class Worker:
 def _serve(jobs: queue.SimpleQueue[WorkerJob | None]) -> None:
     # Not a method: the thread must not keep its worker alive.
     while (job := jobs.get()) is not None:
-        job.run()
-        del job
+        with at_work():
+            job.run()
+            del job

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 
 from weft._torch import gloo_group
 from weft.comm import Group, Transfer
-from weft.comm.deadline import Deadline
+from weft.comm.deadline import Deadline, at_work
 from weft.comm.tags import DEFAULT_TAG, Line, Mark
 from weft.comm.tell import Meeting
 from weft.errors import LONGEST_SECONDS, WeftError
@@ -193,7 +193,7 @@ class FailureStore:
         answer: list[T] = []
 
         def ask() -> None:
-            with suppress(RuntimeError):  # the base of torch's store and network errors
+            with at_work(), suppress(RuntimeError):  # the base of torch's store and network errors
                 answer.append(call())
 
         with self._lock:

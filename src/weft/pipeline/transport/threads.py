@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from weft.comm.deadline import at_work
 from weft.reshard.executor.staging import Stopped
 
 T = TypeVar("T")
@@ -54,8 +55,9 @@ class ThreadPool:
 
     def _serve(self, inbox: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         while (job := inbox.get()) is not None:
-            job()
-            del job  # what it refers to may be freed
+            with at_work():
+                job()
+                del job  # what it refers to may be freed
             with self._lock:
                 if self._closed:
                     return

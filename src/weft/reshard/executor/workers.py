@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import PeerLost
-from weft.comm.deadline import Deadline
+from weft.comm.deadline import Deadline, at_work
 from weft.comm.tags import Span
 from weft.comm.tell import Arrival, Endpoint
 from weft.errors import PeerTimeout, WeftError
@@ -357,6 +357,7 @@ class Pending:
         if not self._done.is_set():
             self._fail(WeftError("the transfer was interrupted"))
 
+    @at_work()
     def _do(self, work: Callable[[], None]) -> None:
         try:
             with torch.inference_mode():  # so that tensors made in that mode can be written to, too
