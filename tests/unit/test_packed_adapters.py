@@ -1,4 +1,4 @@
-"""PEFT's adapters on packed models: what a packed model cannot compute is refused, what was merged into weights is used."""
+"""PEFT adapters on packed models: refused where they are modules, used where they were merged into weights."""
 
 from __future__ import annotations
 
