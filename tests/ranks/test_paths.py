@@ -86,7 +86,7 @@ def generate() -> Callable[[], Any]:
 
 CALLS = {
     "weft.matmul_reduce_scatter": overlap, "weft.reshard": reshard, "Pipeline.step": pipeline,
-    "weft.pack(model)": packed, "weft.generate": generate,
+    "weft.pack": packed, "weft.generate": generate,
 }  # fmt: skip
 
 

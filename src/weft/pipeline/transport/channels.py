@@ -33,7 +33,7 @@ from weft.reshard.executor.staging import Rings, Slots, counters_for
 from weft.reshard.executor.workers import Assignment, Pending, PlanRun
 from weft.reshard.plan import Plan
 from weft.reshard.planner import plan_tensors
-from weft.reshard.spec import STRATEGIES, TensorSpec
+from weft.reshard.spec import TensorSpec, check_options
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 256 << 10, 1 << 20
 _CHUNKS_PER_TENSOR = 8
@@ -59,10 +59,7 @@ class ChannelOptions:
     payload: Payload = Payload.TENSORS
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy is {self.strategy!r}, expected one of {', '.join(STRATEGIES)}")
-        if self.chunk_bytes is not None and self.chunk_bytes < 1024:
-            raise ValueError(f"chunk_bytes is {self.chunk_bytes}, expected 1024 or more, or None to have it chosen")
+        check_options(self.strategy, self.chunk_bytes)
 
 
 class Channels:
