@@ -149,7 +149,9 @@ def _fits(a: nn.Module, b: nn.Module) -> bool:
     alike = [[m.__dict__.get(o) for o in options] for m in a.modules()] == [
         [m.__dict__.get(o) for o in options] for m in b.modules()
     ]
-    return mine == [(n, tuple(p.shape)) for n, p in b.named_parameters()] and alike
+    # What a layer does with a mask that was made for another attention, no packed model does: it is refused.
+    masks = [{m.config._attn_implementation for m in x.modules() if hasattr(m, "config")} for x in (a, b)]
+    return mine == [(n, tuple(p.shape)) for n, p in b.named_parameters()] and alike and masks[0] == masks[1]
 
 
 def _copy(layer: nn.Module) -> Any:

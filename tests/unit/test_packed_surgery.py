@@ -114,6 +114,14 @@ def test_modules_of_the_original_that_the_twin_cannot_see(family, name):
         assert not torch.allclose(states(packed), states(model) * MASK[..., None], atol=1e-3)
 
 
+def test_a_layer_that_was_made_for_another_attention():
+    model, donor = small.build("Bert"), small.build("Bert", seed=1)
+    model.set_attn_implementation("sdpa"), donor.set_attn_implementation("eager")
+    packed = pack(model)
+    packed.encoder.layer[0] = donor.encoder.layer[0]
+    refused(packed, "was made for the attention 'eager', and the model for 'sdpa'")
+
+
 def test_llama_counts_its_layers_by_the_config():
     model = small.build("Llama")
     packed = pack(model)

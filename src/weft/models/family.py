@@ -95,6 +95,7 @@ class Family:
     def read(self, model: Any) -> Transformer:
         """The description of a base model. Raises where a module in it would not compute what its class does."""
         check_attention(model.config)
+        check_same_attention(model)
         home = home_of(model)
         check_untouched(model, lambda kind: is_of(kind, home) or is_known(kind), called=called_in(model))
         return self.describe(model)
@@ -131,6 +132,19 @@ def decoder_heads(name: str, causal: str) -> dict[str, Head]:
         f"{name}ForTokenClassification": Head(HeadKind.TOKENS),
         f"{name}ForQuestionAnswering": Head(HeadKind.SPANS),
     }
+
+
+def check_same_attention(model: Any) -> None:
+    """Raises where a layer comes from a model with another attention: it would misread the masks made for this one's."""
+    wanted = getattr(model.config, "_attn_implementation", None)
+    for name, module in model.named_modules():
+        config = module.__dict__.get("config", model.config)
+        found = wanted if config is model.config else getattr(config, "_attn_implementation", wanted)
+        if found != wanted:
+            raise Unsupported(
+                f"{type(model).__name__}.{name} was made for the attention {found!r}, and the model for {wanted!r}; "
+                f"give both the same by set_attn_implementation"
+            )
 
 
 def called_in(base: Any) -> list[nn.Module]:
