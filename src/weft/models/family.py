@@ -135,7 +135,7 @@ def decoder_heads(name: str, causal: str) -> dict[str, Head]:
 
 
 def check_same_attention(model: Any) -> None:
-    """Raises where a layer comes from a model with another attention: it would misread the masks made for this one's."""
+    """Raises where a layer comes from a model with another attention: it would misread the masks of this one."""
     wanted = getattr(model.config, "_attn_implementation", None)
     for name, module in model.named_modules():
         config = module.__dict__.get("config", model.config)
