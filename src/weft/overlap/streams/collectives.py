@@ -140,7 +140,7 @@ def _copy(peers: Peers, plan: OverlapPlan, expect: ExpectRows, gathered: Tensor)
 
 
 def _exchange(state: State, step: _Step, x: Tensor, gathered: Tensor) -> None:
-    ops, tag = [], state.context.line.data(step.number)
+    ops, tag = [], state.line.data(step.number)
     if step.send is not None and x.numel():
         data = as_bytes(x[step.send.start : step.send.end])
         ops.append(dist.P2POp(dist.isend, data, group=state.pg, group_peer=step.send.peer, tag=tag))

@@ -137,7 +137,9 @@ class State:
     """Of one rank, for one group on one device. Making it is collective."""
 
     def __init__(self, context: Context, like: Tensor) -> None:
-        self.context, self.rank, self.size = context, context.rank, context.size
+        # Not the context, which keeps this: a circle would keep the group's threads after the group was destroyed.
+        self.rank, self.size, self.hosts, self.line = context.rank, context.size, context.hosts, context.line
+        self._agreement = context.agreement
         self.pg: ProcessGroup = context.group.pg
         self.timeout = context.group.timeout
         self.late = Late.on(like.device)
@@ -152,10 +154,9 @@ class State:
 
     def plan(self, request: Request) -> OverlapPlan:
         """The plan to follow."""
-        hosts = self.context.hosts
         if request.plan:
-            return check_plan(request.given_plan(hosts), maps=self.maps)
-        return default_plan(*request.shape, hosts, maps=self.maps, tiles_at_once=self.device.tiles_at_once())
+            return check_plan(request.given_plan(self.hosts), maps=self.maps)
+        return default_plan(*request.shape, self.hosts, maps=self.maps, tiles_at_once=self.device.tiles_at_once())
 
     @contextmanager
     def call(self, plan: OverlapPlan, deadline: Deadline, *, bias: bool) -> Iterator[None]:
@@ -166,10 +167,10 @@ class State:
         self._poll()
         text = call_text(plan, bias=bias)
         if text not in self._agreed:
-            self.context.agreement.meet(Statement(text), deadline=deadline)
+            self._agreement.meet(Statement(text), deadline=deadline)
             self._agreed.add(text)
         yield
-        self.device.finish(seconds=self.context.group.timeout + GRACE_SECONDS)
+        self.device.finish(seconds=self.timeout + GRACE_SECONDS)
         if self.device.is_capturing():
             self._captured.append((self._peers, *self._tables.values()))
         else:
