@@ -116,7 +116,7 @@ def _post(address: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def measure(folders: Path, answer: Path) -> Outcome:
     """The benchmark of the page, in one round."""
-    (line,) = documented("end_to_end_vllm")
+    (line,) = documented("systems.vllm")
     line = line.replace("MODEL 7", f"{folders / 'large_vocabulary'} 1")
     with open(answer.with_suffix(".log"), "w+") as log:
         done = subprocess.run(line.split(), cwd=_PAGE.parents[1], stdout=subprocess.PIPE, stderr=log, timeout=900.0)

@@ -41,4 +41,4 @@ def test_the_benchmark_compares_equal_tokens(benchmark: Outcome) -> None:
 def test_the_page_has_no_other_command() -> None:
     known = ["make setup-vllm", ". .venv-vllm/bin/activate", "curl ", "make test-vllm"]  # this run is the last of them
     others = [line for line in documented("") if line and not line.startswith(tuple(known))]
-    assert others == [line for part in ("api_server", "end_to_end_vllm") for line in documented(part)]
+    assert others == [line for part in ("api_server", "systems.vllm") for line in documented(part)]

@@ -168,9 +168,11 @@ def at_work() -> Iterator[None]:
 def _wait_for_rest() -> None:
     with _rest:
         _rest.wait_for(lambda: _workers == 0, timeout=_REST_SECONDS)
+    time.sleep(_GLOO_SECONDS)
 
 
 _REST_SECONDS = 2.0
+_GLOO_SECONDS = 0.05  # gloo drops the tensors of a message a moment after it is there, and needs Python for that
 _rest = threading.Condition()
 _workers = 0
 _awaited: set[int] = set()  # processes that wait at their end
