@@ -224,7 +224,7 @@ def in_groups_of_some(rounds: int) -> tuple[int, int]:
         before = before or now
     assert before is not None
     end = time.monotonic() + LONG
-    while threading.active_count() > before[1] and time.monotonic() < end:  # the last one's threads are on their way out
+    while threading.active_count() > before[1] and time.monotonic() < end:  # those of the last one
         time.sleep(0.01)
     return now[0] - before[0], threading.active_count() - before[1]
 
