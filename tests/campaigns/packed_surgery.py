@@ -140,6 +140,11 @@ def swap(r: Random, patient: Patient) -> None:
     fresh = donor[0] if _fits(donor[0], layers[place]) and r.random() < 0.5 else _copy(layers[place])
     if "attention_type" in layers[place].__dict__ and fresh.attention_type != layers[place].attention_type:
         fresh = _copy(layers[place])
+    # Hugging Face records hidden states by hooks that it sets once; a layer that came later would not be recorded.
+    own = {
+        k: h for k, h in layers[place]._forward_hooks.items() if h.__module__ == "transformers.utils.output_capturing"
+    }
+    fresh._forward_hooks.update(own)
     layers[place] = fresh.train(layers[place].training)
 
 
