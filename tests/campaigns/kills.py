@@ -145,6 +145,8 @@ def work_until_lost(seed: int, number: int) -> str:
                 assert killer.stdin is not None
                 print("go", file=killer.stdin, flush=True)
     except WeftError as error:
+        if killer is not None:
+            return f"after {rounds} rounds, before it was {how}: {error}"
         return "" if str(error) else "an error without a text"
     except BaseException:
         return f"after {rounds} rounds: {traceback.format_exc()}"

@@ -104,6 +104,8 @@ def _load_model(folder: Path, dtype: str | None) -> Any:
         raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {named}; they would be random numbers")
     if getattr(model.config, "is_causal", None) is False and model.config.model_type in ("llama", "gpt2"):
         raise ValueError(f"{folder}: is_causal = False is not supported; a packed {type(model).__name__} is causal")
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None  # of a BERT: nobody reads it
     if model.dtype not in DTYPES.values():
         model = model.float()
     return model.eval()
@@ -207,9 +209,11 @@ def pool(batch: PackedBatch, pooling: recipe.Pooling, *, prompt: int = 0) -> Ten
 def _pool(batch: PackedBatch, mode: str, skip: int) -> Tensor:
     if mode in ("cls", "lasttoken"):
         return _pick(batch, mode, skip)
-    kept = batch.positions >= skip
-    hidden, positions = batch.values[kept], batch.positions[kept]
-    owner = torch.arange(batch.sequences).repeat_interleave(batch.lengths)[kept]
+    hidden, positions = batch.values, batch.positions
+    owner = torch.arange(batch.sequences).repeat_interleave(batch.lengths)
+    if skip:
+        kept = positions >= skip
+        hidden, positions, owner = hidden[kept], positions[kept], owner[kept]
     out = hidden.new_zeros(batch.sequences, hidden.shape[1])
     if mode == "max":
         return out.scatter_reduce_(0, owner[:, None].expand_as(hidden), hidden, "amax", include_self=False)
