@@ -14,7 +14,7 @@ from harness import run_ranks
 from weft.comm.host_collectives import LeanGroup
 from weft.errors import PeerMismatch, PeerTimeout, WeftError
 from weft.kernels import PackedWeight, linear
-from weft.transformer.exchange import fused_matmul_all_reduce
+from weft.transformer.host import fused_matmul_all_reduce
 
 
 def _group(bank_bytes: int = 4096, timeout: float = 30.0) -> LeanGroup:

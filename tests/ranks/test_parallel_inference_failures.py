@@ -15,8 +15,8 @@ from parallel_cases import build
 from test_parallel_inference import program_of
 
 from weft.errors import PeerTimeout, WeftError
-from weft.transformer.exchange import HostWire
 from weft.transformer.generation import generate
+from weft.transformer.host import HostWire
 
 DEADLINE = 1.5
 VICTIM = 1

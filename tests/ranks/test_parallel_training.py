@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
 from weft.packed import PackedBatch
-from weft.transformer import memory as share
+from weft.transformer import parts
 
 MIXED = [19, 7, 30]
 
@@ -69,13 +69,13 @@ def llama_of_few_tokens(size: int) -> None:
 
 def ranks_without_rows(size: int) -> None:
     """4 tokens on 3 ranks are 2, 2 and 0 rows, where few tokens are split too."""
-    before, share.FEWEST_ROWS = share.FEWEST_ROWS, 1
+    before, parts.FEWEST_ROWS = parts.FEWEST_ROWS, 1
     try:
         compare("Llama", [3, 1], heads=10, kv_heads=5)
         compare("GPT2", [3, 1], heads=5)
         compare("Bert", [3, 1], heads=5)
     finally:
-        share.FEWEST_ROWS = before
+        parts.FEWEST_ROWS = before
 
 
 def gpt2(size: int) -> None:

@@ -25,7 +25,7 @@ from weft.packed import PackedBatch
 from weft.packed.inputs import rows_to_keep
 from weft.parallel.cut import Heads, cuts
 from weft.parallel.rank_model import moves
-from weft.transformer.memory import FEWEST_ROWS, IndexRun, Share
+from weft.transformer.parts import FEWEST_ROWS, IndexRun, Share
 
 
 def stack(heads: int, kv_heads: int, *, fused: bool, words: int = 50, tied: bool = False) -> ModelSpec:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.lab import linux
+from weft.lab import network
 from weft.lab.cluster import Cluster
 from weft.lab.rank import Rank
 
@@ -112,7 +112,7 @@ def _worst(rows: Sequence[Row]) -> float:
 
 def _try(cluster: Cluster, pattern: _Pattern, seconds: float) -> list[Row]:
     spec = cluster.spec
-    addresses = ["127.0.0.1" if spec.gbps is None else linux.address(h) for h in range(spec.hosts)]
+    addresses = ["127.0.0.1" if spec.gbps is None else network.address(h) for h in range(spec.hosts)]
     asked = spec.gbps if pattern.limited else None
     before, start = _stolen_seconds(), time.monotonic()
     received = cluster.run(transfer, pattern.flows, addresses, seconds, timeout=seconds + 60.0)

@@ -3,5 +3,6 @@
 spec       the values: layers, attention, norms, heads; walks over them, and whether their tensors fit each other
 family     `Family`, what one file of `families/` says; functions that read modules strictly
 families/  one file for each family, and the list of them
-modules    is the model still made as it was when it was read? How it gets another `forward`
+modules    is the model still made as it was when it was read?
+twin       how a model gets another `forward`
 """

@@ -16,7 +16,7 @@ from weft.kernels.attention import attention, dropout_seed
 from weft.kernels.cpu_attention import Scoring
 from weft.models.families import FAMILIES, family_of
 from weft.models.families.torch_encoder import describe_encoder
-from weft.models.modules import Twin, twin_of
+from weft.models.twin import Twin, twin_of
 from weft.packed.batch import PackedBatch
 from weft.packed.engine import AttentionDropout, PackedEngine
 from weft.packed.huggingface import pack_base, pack_head

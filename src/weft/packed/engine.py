@@ -15,7 +15,7 @@ from weft.kernels.freshness import Stamp
 from weft.models.modules import Watch, check_global_hooks
 from weft.models.spec import Transformer, check_model, tensors
 from weft.transformer.call import NO_EXTRAS, Extras, Inputs, check_vector_type
-from weft.transformer.memory import RankModel
+from weft.transformer.parts import RankModel
 from weft.transformer.passes import RankProgram
 from weft.transformer.training import OneProcess, TrainingCall, forward
 

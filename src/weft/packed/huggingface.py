@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from weft._torch import own_modules
 from weft.errors import Unsupported
 from weft.models.family import Family, HeadKind, is_known_leaf
-from weft.models.modules import Twin, home_of, is_of, twin_of
+from weft.models.modules import home_of, is_of
 from weft.models.spec import Transformer
+from weft.models.twin import Twin, twin_of
 from weft.packed.batch import MARKS, PackedBatch, check_positions
 from weft.packed.engine import AttentionDropout, PackedEngine
 from weft.packed.inputs import (

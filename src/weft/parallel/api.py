@@ -17,8 +17,9 @@ from weft.comm.deadline import timeout_of
 from weft.errors import Unsupported
 from weft.models.families import FAMILIES, family_of
 from weft.models.family import Family, called_in
-from weft.models.modules import become, check_hooks
+from weft.models.modules import check_hooks
 from weft.models.spec import ModelSpec
+from weft.models.twin import become
 from weft.overlap.executor.context import context_of
 from weft.packed.engine import AttentionDropout
 from weft.parallel.cut import cuts

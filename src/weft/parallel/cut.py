@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft.errors import Unsupported
 from weft.models.spec import Attention, Embedding, Mlp, ModelSpec, Norm, Projection, VocabularyHead, tensors
-from weft.transformer.memory import IndexRun
+from weft.transformer.parts import IndexRun
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ from weft.parallel.cut import Cuts, cuts
 from weft.parallel.rank_model import rank_model_of
 from weft.parallel.training import Noise, RankOps
 from weft.transformer.call import NO_EXTRAS, Extras, Inputs, check_vectors, digest
-from weft.transformer.exchange import HostWire, agree, gather, gather_rows
-from weft.transformer.memory import RankModel, Share
+from weft.transformer.exchange import agree, gather, gather_rows
+from weft.transformer.host import HostWire
 from weft.transformer.network import NetworkWire
+from weft.transformer.parts import RankModel, Share
 from weft.transformer.passes import RankProgram
 from weft.transformer.training import TrainingCall, forward
 

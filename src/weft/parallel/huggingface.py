@@ -35,7 +35,8 @@ from weft.parallel.surface import ParallelModel, as_sharded, local_parameters
 from weft.parallel.training import check_targets, cross_entropy, logits
 from weft.transformer.call import Extras, digest
 from weft.transformer.exchange import gather, gather_columns
-from weft.transformer.memory import IndexRun, RankCache
+from weft.transformer.memory import RankCache
+from weft.transformer.parts import IndexRun
 from weft.transformer.passes import RankProgram
 
 _HEAD_ARGUMENTS = {"labels", "return_dict", "num_items_in_batch", "logits_to_keep"}

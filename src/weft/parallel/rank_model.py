@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from weft.models.spec import Attention, Layer, Mlp, ModelSpec, Projection, Transformer, tensors, with_tensors
 from weft.parallel.cut import Cuts, Heads, TensorCut
 from weft.transformer.exchange import all_sum, exchange
-from weft.transformer.memory import IndexRun, RankModel, Words
+from weft.transformer.parts import IndexRun, RankModel, Words
 
 
 def rank_model_of(model: ModelSpec, found: Cuts, group: ProcessGroup, *, split: bool) -> RankModel:

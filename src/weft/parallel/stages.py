@@ -33,7 +33,7 @@ from weft.parallel.surface import distribute
 from weft.parallel.training import RankOps, check_targets, cross_entropy, logits
 from weft.transformer.call import Inputs, digest
 from weft.transformer.exchange import agree
-from weft.transformer.memory import IndexRun, Share
+from weft.transformer.parts import IndexRun, Share
 from weft.transformer.training import TrainingCall, embed, layers
 
 

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from weft._torch import own_parameters
 from weft.errors import Unsupported
-from weft.models.modules import Twin, bind, recorder
+from weft.models.modules import recorder
+from weft.models.twin import Twin, bind
 from weft.parallel.cut import Cuts, TensorCut
 from weft.parallel.engine import gathered
-from weft.transformer.memory import Words
+from weft.transformer.parts import Words
 
 
 def placement(cut: TensorCut | None) -> Placement:

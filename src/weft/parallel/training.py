@@ -31,7 +31,7 @@ from weft.models.spec import Embedding, Projection
 from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
 from weft.packed.inputs import IGNORED_LABEL
 from weft.transformer.exchange import gather, gather_rows, lookup, split_rows
-from weft.transformer.memory import RankModel, Share, Words
+from weft.transformer.parts import RankModel, Share, Words
 from weft.transformer.training import norm
 
 _BLOCK_ELEMENTS = 1 << 20  # of logits that are widened and exponentiated at once

@@ -1,16 +1,7 @@
-"""Messages between the ranks that share a model: through shared memory inside a host, by the group's context elsewhere.
-
-*Inside a host* (`HostWire`, `matmul_all_reduce`): a rank fills a bank of its own, posts it, and adds up the banks
-of all ranks in their order; it fills the next one before it reads this one, so that chunks of rows are computed
-while the others finish theirs. Every turn carries a tag, a hash of what the ranks are about to do: ranks that were
-given different things notice.
-
-    matmul_all_reduce   x_r [M, K_r], w_r [N, K_r], b [N] -> sum over r of x_r w_r^T + b   [M, N], the same on all ranks
-
-*By messages*, whose sizes all ranks know: what is too small, or too scattered, to overlap. Each is one call on the
-group's context: in turn with the overlapped matmuls, all ranks agree on what they do before a byte moves, one
-deadline for the whole, and every wait names its peer. Sums are added in the order of all sums in weft. Rows,
-columns and embedded words travel differentiably. A table of embeddings whose rows the ranks share:
+"""Messages between the ranks that share a model, of sizes that all ranks know: what is too small, or too scattered, to
+overlap. Each is one call on the group's context: in turn with the overlapped matmuls, all ranks agree on what they do
+before a byte moves, one deadline for the whole, and every wait names its peer. Sums are added in the order of all sums
+in weft. Rows, columns and embedded words travel differentiably. A table of embeddings whose rows the ranks share:
 
     table_r [V_r, width], ids [T]      -> x [T_r, width], or [T, width] where tokens are not split
     forward   the owner of a word sends its row to the rank that holds the token
@@ -22,7 +13,7 @@ result has the bits of a lookup. All ranks know all ids, so all know who sends w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,91 +21,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft import _core
-from weft.comm.host_collectives import BANKS, Banks, LeanGroup
 from weft.comm.tags import Mark
 from weft.comm.tell import swap_tensors
-from weft.kernels import PackedWeight, linear
-from weft.kernels.dispatch import kernels_for
 from weft.overlap.blocks import chunk_bounds, nested
 from weft.overlap.executor.context import Context, context_of
 from weft.overlap.executor.outgoing import add_terms
 from weft.timeline import record
-from weft.transformer.memory import CHUNK_ROWS, IndexRun, Share, Words
-
-_SMALLEST_BANK = 1 << 20
-_TELLS = -1  # a tag that no hash is
-
-Rows = tuple[int, int]  # address and stride
-Fill = Callable[[int, int, Rows], None]  # writes rows [first, first + count) to a place
-
-
-class HostWire:
-    """Collective to make; then every call is made by all ranks, in the same order."""
-
-    def __init__(self, group: ProcessGroup, width: int, dtype: torch.dtype, *, timeout: float) -> None:
-        self.rank, self.size = group.rank(), group.size()
-        self._form, self._itemsize = (width, dtype), dtype.itemsize
-        self._banks = Banks(group, max(CHUNK_ROWS * width * dtype.itemsize, _SMALLEST_BANK), timeout=timeout)
-        self._words: list[Any] = [memory.numpy() for memory in self._banks.memory]  # for what is said in a few words
-        self._tag, self._what = 0, ""
-
-    def fits(self, width: int, dtype: torch.dtype) -> bool:
-        """Whether it was made for such rows."""
-        return self._form == (width, dtype)
-
-    def begin(self, tag: int, what: str) -> None:
-        """What the exchanges that follow are for: a hash that is the same on all ranks, and its meaning in words."""
-        self._banks.check(what)
-        self._tag, self._what = tag, what
-
-    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What each rank says, a few int64 numbers, as many of each."""
-        banks, n = self._banks, 8 * len(numbers)
-        what = "what ranks say before a call"
-        banks.check(what)
-        bank = banks.next_turn % BANKS
-        self._words[self.rank][bank, :n].view("int64")[:] = numbers
-        banks.wait(banks.post(_TELLS), _TELLS, what)
-        return [words[bank, :n].view("int64").tolist() for words in self._words]
-
-    def sum_rows(
-        self, kernels: _core.Kernels, code: int, fill: Fill, rows: int, width: int, *, bias: int, out: Rows,
-        threads: int,
-    ) -> None:  # fmt: skip
-        """out [rows, width] = the sum over ranks, in their order, of what `fill` writes, + bias (an address, or 0)."""
-        step = min(CHUNK_ROWS, self._banks.bank_bytes // max(1, width * self._itemsize))
-        waiting: tuple[int, int, int] | None = None
-        banks = self._banks
-
-        def add_up(turn: int, first: int, count: int) -> None:
-            to = out[0] + first * out[1] * self._itemsize
-            arguments = (code, count, width, bias, to, out[1], threads)
-            banks.until(lambda s: banks.native.sum(kernels, turn, self._tag, s, *arguments), self._what)
-
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            fill(first, count, (banks.native.bank(self.rank, banks.next_turn), width))
-            turn = banks.post(self._tag)
-            if waiting is not None:
-                add_up(*waiting)
-            waiting = (turn, first, count)
-        if waiting is not None:
-            add_up(*waiting)
-
-    def gather(self, mine: Tensor, parts: list[Tensor]) -> None:
-        """parts[r] becomes what rank r gave; all contiguous and of one shape and dtype."""
-        given = mine.view(-1).view(torch.uint8)
-        taken = [part.view(-1).view(torch.uint8) for part in parts]
-        banks = self._banks
-        for first in range(0, given.numel(), banks.bank_bytes):
-            piece = given[first : first + banks.bank_bytes]
-            bank, n = banks.next_turn % BANKS, piece.numel()
-            banks.memory[self.rank][bank, :n] = piece
-            banks.wait(banks.post(self._tag), self._tag, self._what)
-            for memory, to in zip(banks.memory, taken, strict=True):
-                to[first : first + n] = memory[bank, :n]
-
+from weft.transformer.parts import IndexRun, Share, Words
 
 _WHOLE_BYTES = 1 << 16  # up to here every rank adds up everything: one message instead of two
 
@@ -316,29 +229,3 @@ def _places(ids: Tensor, words: Words, share: Share) -> list[Tensor]:
 
 def _what(name: str, share: Share, width: int, like: Tensor) -> str:
     return f"{name} {share.tokens} x {width} {like.dtype} split={share.split}"
-
-
-_BLOCK_ROWS = 480  # a multiple of the strips of the matmul; fewer rows read the weight more often, 1 to 2 % slower
-_WHAT = "matmul_all_reduce"
-
-
-def fused_matmul_all_reduce(lean: LeanGroup, x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None) -> Tensor:
-    """y = all_reduce(x w^T + bias): x [M, K_r], weight [N, K_r] -> [M, N]. One rank only gives the bias [N]."""
-    m, n = x.shape[0], weight.n
-    room = lean.elements(x.dtype) // n
-    if room == 0:
-        return lean.all_reduce(linear(x, weight, bias=bias), what=_WHAT)
-    out = kernels_for(x).empty(m, n, dtype=x.dtype)
-    step = min(room, _BLOCK_ROWS)
-    last: tuple[int, Tensor, list[Tensor]] | None = None
-    for first in range(0, m, step):
-        block = out[first : first + step]
-        places = lean.bank(tuple(block.shape), x.dtype)
-        linear(x[first : first + step], weight, bias=bias, out=places[lean.rank])
-        turn = lean.publish(_WHAT)
-        if last is not None:
-            lean.add_up(*last, what=_WHAT)
-        last = (turn, block, places)
-    if last is not None:
-        lean.add_up(*last, what=_WHAT)
-    return out

@@ -20,8 +20,10 @@ from weft.kernels.cpu import ACTIVATIONS, empty
 from weft.models.spec import Embedding
 from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from weft.transformer.call import InferenceCall
-from weft.transformer.exchange import HostWire, Rows, agree, exchange, gather_rows, lookup
-from weft.transformer.memory import PackedDense, PackedLayer, PassBuffers, Share, Workspace
+from weft.transformer.exchange import agree, exchange, gather_rows, lookup
+from weft.transformer.host import HostWire, Rows
+from weft.transformer.memory import PackedDense, PackedLayer, PassBuffers, Workspace
+from weft.transformer.parts import Share
 from weft.transformer.passes import Pass
 
 

@@ -32,7 +32,7 @@ from weft import _core
 from weft.kernels.cpu import ACTIVATIONS, empty, thread_count
 from weft.models.spec import Embedding, NormOrder
 from weft.transformer.call import NO_EXTRAS, Extras, InferenceCall, Inputs, Keys, checked_call
-from weft.transformer.exchange import Fill, HostWire, Rows
+from weft.transformer.host import Fill, HostWire, Rows
 from weft.transformer.memory import (
     CHUNK_ROWS,
     NormAddresses,
@@ -40,9 +40,9 @@ from weft.transformer.memory import (
     PackedLayer,
     PassBuffers,
     RankCache,
-    RankModel,
     Workspace,
 )
+from weft.transformer.parts import RankModel
 
 if TYPE_CHECKING:
     from weft.transformer.network import NetworkWire

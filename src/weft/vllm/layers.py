@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from weft._torch import multiplies_bfloat16
 from weft.kernels import PackedWeight, linear
 from weft.kernels.freshness import Stamp
-from weft.transformer.exchange import fused_matmul_all_reduce
+from weft.transformer.host import fused_matmul_all_reduce
 from weft.vllm.communicator import WindowCommunicator, lean_group
 
 Dispatch = Callable[[Any, bool], None]

@@ -1,0 +1,151 @@
+"""Models that compute in another way than their own class does. The class of such a model keeps its name, and inherits
+from a mixin (`Twin`) and from the model's own class. `twin_of` makes a twin: a shallow copy with the same modules and
+parameters under the same names, which can be copied, pickled and compiled around. `become` changes a model in place.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from operator import is_
+from typing import Any, TypeVar
+
+from torch import nn
+
+from weft._torch import without_compile
+from weft.errors import Unsupported
+from weft.models.modules import recorder
+
+_OWN = ("_modules", "_parameters", "_buffers")
+_NOT_COPIED = ("_weft_engine", "_weft_origin")
+_T = TypeVar("_T")
+
+
+def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with those that were passed by **kwargs among them."""
+    bound = dict(_signature(forward).bind(None, *args, **kwargs).arguments)
+    extra = bound.pop("kwargs", {})
+    bound.pop("self", None)
+    return {**bound, **extra}
+
+
+@functools.cache
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+class Twin:
+    """Mixed into the class of a model. `_weft_engine` and `_weft_origin` belong to one object, not to copies.
+
+    `weft_why`: why torch.compile leaves a call as it is, and nobody else records it.
+    """
+
+    weft_why = "a packed model looks at the mask to see which tokens to compute"
+
+    def weft_call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the new `forward` does; `original` is the forward of the model's own class."""
+        if (by := recorder()) is not None:
+            onnx = ", and ONNX by it" if by in ("torch.jit.trace", "torch.export") else ""
+            raise Unsupported(
+                f"{by}{onnx}: {self.weft_why}, so a call of it cannot be recorded or transformed; do it to the model "
+                f"that was packed"
+            )
+        return self.weft_forward(original, bind(original, args, kwargs))
+
+    def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """A call, by the names of its arguments."""
+        raise NotImplementedError
+
+    def weft_kept(self, name: str, make: Callable[[], _T]) -> _T:
+        """What this object, and no copy of it, keeps under a name; made when first asked for."""
+        found: tuple[int, _T] | None = self.__dict__.get(name)
+        if found is None or found[0] != id(self):
+            found = self.__dict__[name] = (id(self), make())
+        return found[1]
+
+    def weft_check(self) -> None:
+        """Raises where this was never packed, or where the model that was packed has got other modules since, which
+        this one would never see."""
+        if "_weft" not in self.__dict__ and "_weft_head" not in self.__dict__:
+            raise Unsupported(
+                f"this {type(self).__name__} was made by the class of a packed model, and is not packed; make it by "
+                f"the class of transformers, and call weft.pack"
+            )
+        origin: _Origin | None = self.__dict__.get("_weft_origin")
+        if origin is not None and not origin.holds():
+            raise Unsupported(
+                f"modules or parameters of the {type(self).__name__} that was packed have been replaced since; pack it "
+                f"again, or replace them in the packed model"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith(_NOT_COPIED)}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        mixin, original = type(self).__bases__
+        return _empty, (original, mixin), self.__getstate__()
+
+
+def twin_of(model: nn.Module, mixin: type[Twin], attributes: dict[str, Any]) -> nn.Module:
+    """A twin whose class has `mixin` before the model's own."""
+    twin = copy.copy(model)
+    twin.__class__ = twin_class(type(model), mixin)
+    for name in _OWN:
+        twin.__dict__[name] = dict(model.__dict__[name])
+    twin.__dict__.update(attributes, _weft_origin=_Origin(model))
+    return twin
+
+
+def become(model: nn.Module, mixin: type[Twin], attributes: dict[str, Any]) -> None:
+    """Gives the model itself another `forward`; by the name of its class configs and checkpoints still find it."""
+    model.__class__ = twin_class(type(model), mixin)
+    model.__dict__.update(attributes)
+
+
+def twin_class(original: type, mixin: type[Twin]) -> type:
+    """The class of the twins of an `original`: one, so that twins are of the same class."""
+    if (original, mixin) not in _classes:
+        _classes[original, mixin] = _new_class(original, mixin)
+    return _classes[original, mixin]
+
+
+_classes: dict[tuple[type, type[Twin]], type] = {}
+
+
+def _new_class(original: type, mixin: type[Twin]) -> type:
+    own: Callable[..., Any] = original.forward  # type: ignore[attr-defined]
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.weft_call(own, args, kwargs)
+
+    outside = without_compile(forward, mixin.weft_why)
+    return type(original.__name__, (mixin, original), {"forward": outside, "__module__": original.__module__})
+
+
+def _empty(original: type, mixin: type[Twin]) -> Any:
+    """For pickle, which then fills it."""
+    made = twin_class(original, mixin)
+    return made.__new__(made)  # type: ignore[call-overload]
+
+
+class _Origin:
+    """The model that a twin was made of, while it lives, and what was in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._content = self._now(model)
+
+    @staticmethod
+    def _now(model: nn.Module) -> list[Any]:
+        return [value for name in _OWN for value in model.__dict__[name].values()]
+
+    def holds(self) -> bool:
+        model = self._model()
+        if model is None:
+            return True
+        now = self._now(model)
+        return len(now) == len(self._content) and all(map(is_, now, self._content))
