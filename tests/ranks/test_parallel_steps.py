@@ -236,24 +236,28 @@ def test_a_checkpoint_resumes_at_another_number_of_ranks(tmp_path) -> None:
 def data_parallel() -> None:
     """Tensor x data: averaged over the data axis by hand, and by FSDP2; both have the gradients of the whole batch."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    alone = build("GPT2", heads=5)
     batches = [batch(MIXED, seed=seed) for seed in (1, 2)]
-    for ids, mask, labels in batches:
-        (alone(input_ids=ids, attention_mask=mask, labels=labels).loss / 2).backward()
     ids, mask, labels = batches[grid.get_local_rank("data")]
     for kind in ("by hand", "fsdp"):
         model = weft.parallelize(build("GPT2", heads=5), grid["tensor"])
         if kind == "fsdp":
             fully_shard(model, mesh=grid["data"])
-        for _ in range(2):  # the second pass finds what the first has left
-            model.zero_grad()
+        alone = build("GPT2", heads=5)
+        steps = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (alone, model)]
+        for _ in range(3):  # what the first pass made of the weights is stale in the second
+            for step in steps:
+                step.zero_grad()
+            for each in batches:
+                (alone(input_ids=each[0], attention_mask=each[1], labels=each[2]).loss / 2).backward()
             model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
-        if kind == "by hand":
-            for p in model.parameters():
-                dist.all_reduce(p.grad.to_local(), group=grid["data"].get_group())
-                p.grad.div_(2)
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(whole(p.grad), alone.get_parameter(name).grad, rtol=2e-4, atol=2e-5)
+            if kind == "by hand":
+                for p in model.parameters():
+                    dist.all_reduce(p.grad.to_local(), group=grid["data"].get_group())
+                    p.grad.div_(2)
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(whole(p.grad), alone.get_parameter(name).grad, rtol=2e-4, atol=2e-5)
+            for step in steps:
+                step.step()
     layered = weft.parallelize(build("GPT2"), grid["tensor"])
     for block in layered.transformer.h:
         fully_shard(block, mesh=grid["data"])
@@ -272,10 +276,16 @@ def sharded_base() -> None:
     for family in ("Bert", "Llama", "GPT2"):
         alone, model = build(family, "Model"), weft.parallelize(build(family, "Model"), grid["tensor"])
         fully_shard(model, mesh=grid["data"])
-        for inference in (False, True):
-            with torch.inference_mode(inference):
+        steps = [torch.optim.AdamW(m.parameters(), lr=0.03, eps=1e-2, fused=True) for m in (model, alone)]
+        for mode in (torch.enable_grad, torch.no_grad, torch.enable_grad, torch.inference_mode):
+            with mode():
                 got, wanted = (m(input_ids=ids, attention_mask=mask).last_hidden_state for m in (model, alone))
             torch.testing.assert_close(got[mask.bool()], wanted[mask.bool()], rtol=2e-4, atol=2e-5)
+            if mode is torch.enable_grad:
+                for states, step in zip((got, wanted), steps, strict=True):
+                    step.zero_grad()
+                    states[mask.bool()].square().mean().backward()
+                    step.step()
 
 
 def test_base_models_under_fsdp() -> None:

@@ -81,7 +81,7 @@ def _share(model: nn.Module, family: Family, mesh: DeviceMesh, overlap: str) -> 
     base = model if inner is None else model.get_submodule(inner)
     # Everything that can be wrong with the model is found here, before anything is changed or sent.
     vocabulary = None if head is None else head.vocabulary
-    spec = ModelSpec(family.describe(base), None if vocabulary is None else vocabulary(model))
+    spec = ModelSpec(family.read(base), None if vocabulary is None else vocabulary(model))
     found = cuts(spec, mesh.size())
     called = {model, *called_in(base)}
     if vocabulary is None:

@@ -144,9 +144,7 @@ def layers_of(layers: int, index: int, count: int) -> IndexRun:
     """
     if not 0 < count <= layers:
         raise ValueError(f"got {count} stages for {layers} layers, expected at most one stage for each layer")
-    each, more = divmod(layers, count)
-    first = index * each + min(index, more)
-    return IndexRun(first, first + each + (index < more))
+    return IndexRun.balanced(layers, index, count)
 
 
 def model_stage(model: Any, index: int, count: int, mesh: DeviceMesh) -> ModelStage:
@@ -169,6 +167,7 @@ def model_stage(model: Any, index: int, count: int, mesh: DeviceMesh) -> ModelSt
         )
     if model.config.attention_dropout:
         raise ValueError(f"attention_dropout is {model.config.attention_dropout}, expected 0.0 in stages")
+    family.read(getattr(model, family.base_of(model)))  # refuses what a stage would not compute, while it is whole
     stage = ModelStage(model, family, index, count)
     stage.parallelize(mesh)
     return stage

@@ -29,7 +29,7 @@ from weft.comm.deadline import FILES
 from weft.comm.tell import tell_all
 from weft.layout.layout import Box
 from weft.parallel.files.shards import Slot, join_problems, materialise, slots, together
-from weft.reshard.tensors import layout_of_dtensor
+from weft.reshard.tensors import layout_of_dtensor, mark_written
 
 INDEX_NAME, FILE_NAME = "model.safetensors.index.json", "model.safetensors"
 BLOCK_BYTES = 32 << 20
@@ -197,8 +197,7 @@ def _fill(slot: Slot, files: WeightFiles, source: str) -> None:
     if box is None:
         return
     files.copy_into(slot.local, source, box)
-    # Whoever keeps something made of the weights looks at the version of the parameter, not of the shard inside.
-    torch.autograd.graph.increment_version(slot.tensor)
+    mark_written([slot.tensor])
 
 
 @dataclass(frozen=True)
