@@ -141,7 +141,7 @@ def replaced_modules(size: int) -> None:
     attention.q_proj = mine
     same(alone, shared)
     whole, shared.model = shared.model, build("Llama").model
-    refused(shared, "model of the LlamaForCausalLM was replaced after parallelize")
+    refused(shared, "LlamaForCausalLM.model is a LlamaModel that is not shared")
     shared.model = whole
     same(alone, shared)
     for model in (alone, shared):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,23 @@ from weft.transformer.training import OneProcess, TrainingCall, forward
 Describe = Callable[[nn.Module], Transformer]
 
 
+class Engine(Protocol):
+    """What runs the layers of a model, whatever that is shared by."""
+
+    @property
+    def model(self) -> Transformer:
+        """The description, fresh."""
+        ...
+
+    def is_differentiable(self, inputs: Inputs) -> bool:
+        """Whether a call runs as in training."""
+        ...
+
+    def __call__(self, inputs: Inputs, extras: Extras = NO_EXTRAS) -> Tensor:
+        """Hidden states [T, width]; `extras` get what they ask for."""
+        ...
+
+
 class AttentionDropout(Enum):
     """Whether training drops attention weights."""
 
@@ -33,12 +51,12 @@ class AttentionDropout(Enum):
 class _Reading:
     """What was read of a module: its description, and when that is stale.
 
-    `acts`: some module is in training mode. `program` is made when first needed, and again when `stamp` fails.
+    `in_training`: some module is in training mode. `program` is made when first needed, and again when `stamp` fails.
     """
 
     watch: Watch
     model: Transformer
-    acts: bool
+    in_training: bool
     leaves: list[Tensor] = field(default_factory=list)
     stamp: Stamp | None = None
     program: RankProgram | None = None
@@ -81,7 +99,7 @@ class PackedEngine:
             check_vector_type(inputs, read.leaves[0].dtype)  # of now: weights may have been converted in place
         if self._trains(read, inputs) or not self._has_program(read) or not is_plain(inputs.vectors):
             drops = self._dropout is AttentionDropout.MODEL
-            call = TrainingCall(inputs, OneProcess(), read.acts, drops, extras, recomputes=True)
+            call = TrainingCall(inputs, OneProcess(), read.in_training, drops, extras, recomputes=True)
             return forward(read.model, call)
         return self._program(read).run(inputs, extras=extras)
 
@@ -100,7 +118,7 @@ class PackedEngine:
 
     @staticmethod
     def _trains(read: _Reading, inputs: Inputs) -> bool:
-        return read.acts or _needs_gradients(inputs, read.leaves)
+        return read.in_training or _needs_gradients(inputs, read.leaves)
 
     def is_differentiable(self, inputs: Inputs) -> bool:
         """Whether a call runs as in training."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,10 @@ from weft.models.modules import home_of, is_of
 from weft.models.spec import Transformer
 from weft.models.twin import Twin, twin_of
 from weft.packed.batch import MARKS, PackedBatch, check_positions
-from weft.packed.engine import AttentionDropout, PackedEngine
+from weft.packed.engine import AttentionDropout, Engine, PackedEngine
 from weft.packed.inputs import (
+    CACHE_ARGUMENTS,
+    HEAD_ARGUMENTS,
     as_output,
     cache_to_fill,
     check_columns,
@@ -69,8 +71,8 @@ class PackedCall:
     cache: Any  # to be filled, or None
 
 
+_BaseT = TypeVar("_BaseT", bound="PackedBase")
 _INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "output_hidden_states", "return_dict"}
-_CACHE = {"use_cache", "past_key_values", "cache_position"}
 
 
 class PackedBase(Twin):
@@ -82,7 +84,7 @@ class PackedBase(Twin):
     _weft: tuple[Family, AttentionDropout]
     weft_flattens = False
 
-    def weft_engine(self) -> PackedEngine:
+    def weft_engine(self) -> Engine:
         module: Any = self
         family, dropout = self._weft
         return self.weft_kept("_weft_engine", lambda: PackedEngine(module, family.read, dropout))
@@ -93,7 +95,7 @@ class PackedBase(Twin):
         self.weft_check()
         model = self.weft_engine().model
         assert model.embedding is not None
-        supported = _INPUTS | set(model.embedding.names) | (_CACHE if family.has_cache else set())
+        supported = _INPUTS | set(model.embedding.names) | (CACHE_ARGUMENTS if family.has_cache else set())
         reject(arguments, supported | (MARKS if self.weft_flattens else set()), self)
         batch, padded = self.weft_pack(arguments)
         self._check_holes(batch, model)
@@ -186,8 +188,6 @@ class PackedBase(Twin):
 
 
 _BY_TOKEN = (HeadKind.TOKENS, HeadKind.NEXT_TOKEN)
-# What goes to the head itself, not to its base model.
-_OF_HEAD = {"labels", "return_dict", "num_items_in_batch"}
 
 
 class PackedHead(Twin):
@@ -199,7 +199,7 @@ class PackedHead(Twin):
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """The output of the model: padded for padded inputs, packed logits [T, ...] for a `PackedBatch`."""
         self.weft_check()
-        self._check_base()
+        base_of(self, PackedBase, "not packed; pack the whole model again")
         if goes_on(arguments):
             return original(self, **arguments)
         keep = arguments.get("logits_to_keep")
@@ -208,14 +208,6 @@ class PackedHead(Twin):
         if self._weft_head in _BY_TOKEN and "logits_to_keep" not in arguments and self._mixing() is None:
             return self._token_by_token(original, arguments)
         return self._on_padded_states(original, arguments)
-
-    def _check_base(self) -> None:
-        base = getattr(self, self._weft_base)
-        if not isinstance(base, PackedBase):
-            raise Unsupported(
-                f"{type(self).__name__}.{self._weft_base} is a {type(base).__name__} that is not packed; "
-                f"pack the whole model again"
-            )
 
     def _mixing(self) -> str | None:
         """The name of a module of the head that may look at more than one token, for all that is known of it."""
@@ -275,8 +267,8 @@ class PackedHead(Twin):
         if getattr(self.config, "sparse_prediction", False):  # type: ignore[attr-defined]
             raise Unsupported("config.sparse_prediction = True is not supported; expected False")
         base = getattr(self, self._weft_base)
-        prepared = base.weft_prepare({k: v for k, v in arguments.items() if k not in _OF_HEAD})
-        rest = {k: v for k, v in arguments.items() if k in _OF_HEAD and v is not None}
+        prepared = base.weft_prepare({k: v for k, v in arguments.items() if k not in HEAD_ARGUMENTS})
+        rest = {k: v for k, v in arguments.items() if k in HEAD_ARGUMENTS and v is not None}
         if "labels" in rest:
             rest["labels"] = packed_labels(prepared.batch, rest["labels"], self._weft_head)[None]
         output = original(self, **{**rest, "input_ids": prepared, "return_dict": True})
@@ -289,6 +281,15 @@ class PackedHead(Twin):
         if output.get("hidden_states") is not None:
             output["hidden_states"] = tuple(map(place, output.hidden_states))
         return returned(output, self.config, arguments)  # type: ignore[attr-defined]
+
+
+def base_of(model: Any, kind: type[_BaseT], otherwise: str) -> _BaseT:
+    """The base model inside of one with a head. Raises where somebody has put another one there, and says `otherwise`
+    what that is."""
+    base = getattr(model, model._weft_base)
+    if not isinstance(base, kind):
+        raise Unsupported(f"{type(model).__name__}.{model._weft_base} is a {type(base).__name__} that is {otherwise}")
+    return base
 
 
 def _is_by_token(kind: type, home: str) -> bool:

@@ -13,6 +13,8 @@ from weft.models.family import HeadKind
 from weft.packed.batch import MARKS, PackedBatch, starts_of
 
 IGNORED_LABEL = -100
+CACHE_ARGUMENTS = {"use_cache", "past_key_values", "cache_position"}
+HEAD_ARGUMENTS = {"labels", "return_dict", "num_items_in_batch"}  # they go to the head itself, not to its base model
 
 
 # Arguments that carry no work for a base model: these values change nothing.

@@ -81,7 +81,7 @@ class _Places:
 class _Reading:
     """What was read of a module: its description, what follows from that, and when it is stale.
 
-    `acts`: a layer is in training mode. Where others are not, the description says that these drop nothing.
+    `in_training`: a layer is in training mode. Where others are not, the description says that these drop nothing.
     """
 
     watch: Watch
@@ -90,7 +90,7 @@ class _Reading:
     cuts: Cuts
     outline: str
     leaves: list[Tensor]
-    acts: bool
+    in_training: bool
 
     def holds(self) -> bool:
         return self.watch.holds() and self.places.hold()
@@ -158,9 +158,9 @@ class ParallelEngine:
         return self._last
 
     @property
-    def acts(self) -> bool:
+    def in_training(self) -> bool:
         """Whether dropout acts."""
-        return self._read().acts
+        return self._read().in_training
 
     @property
     def cuts(self) -> Cuts:
@@ -239,7 +239,7 @@ class ParallelEngine:
     def is_differentiable(self, inputs: Inputs) -> bool:
         """Whether a call runs as in training."""
         read = self._read()
-        return read.acts or runs_as_training(self._module, inputs, read.leaves)
+        return read.in_training or runs_as_training(self._module, inputs, read.leaves)
 
     def __call__(self, inputs: Inputs, extras: Extras = NO_EXTRAS) -> Tensor:
         """Hidden states [T, width], the same on every rank; `extras` get what they ask for, whole, too."""
@@ -267,7 +267,7 @@ class ParallelEngine:
             agree(
                 group,
                 f"{type(self._module).__name__} on {inputs} labels {'none' if labels is None else digest(labels)} "
-                f"{asked} training={read.acts} gradients={torch.is_grad_enabled()} split={share.split} "
+                f"{asked} training={read.in_training} gradients={torch.is_grad_enabled()} split={share.split} "
                 f"model {read.outline}",
             )
         model, noise = self.rank_model(split=share.split), self._noise(read)
@@ -276,7 +276,7 @@ class ParallelEngine:
         return RankStates(forward(model.transformer, call), share, model, group)
 
     def _noise(self, read: _Reading) -> Noise | None:
-        if not (read.acts and _drops(read.spec.transformer)):
+        if not (read.in_training and _drops(read.spec.transformer)):
             return None
         group = self.ranks.group
         seeds = gather(group, dropout_seed(), what="the seed of dropout")

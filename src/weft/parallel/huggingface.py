@@ -20,8 +20,10 @@ from weft.kernels.attention import dropout_seed
 from weft.models.family import HeadKind, called_in
 from weft.models.spec import ModelSpec, VocabularyHead
 from weft.packed.batch import PackedBatch
-from weft.packed.huggingface import PackedBase, PackedCall, PackedHead
+from weft.packed.huggingface import PackedBase, PackedCall, PackedHead, base_of
 from weft.packed.inputs import (
+    CACHE_ARGUMENTS,
+    HEAD_ARGUMENTS,
     IGNORED_LABEL,
     LogitRows,
     as_output,
@@ -39,8 +41,7 @@ from weft.transformer.memory import RankCache
 from weft.transformer.parts import IndexRun
 from weft.transformer.passes import RankProgram
 
-_HEAD_ARGUMENTS = {"labels", "return_dict", "num_items_in_batch", "logits_to_keep"}
-_CACHE_ARGUMENTS = {"use_cache", "past_key_values", "cache_position"}
+_HEAD_ARGUMENTS = HEAD_ARGUMENTS | {"logits_to_keep"}
 _ROOM = 128  # tokens that a new cache has room for behind the prompts; it grows when they are used up
 _OTHER_CACHE = "past_key_values of another model; a parallel model goes on with its own cache only"
 
@@ -50,7 +51,7 @@ class ParallelBase(ParallelModel, PackedBase):
 
     _weft_ranks: Ranks
 
-    def weft_engine(self) -> ParallelEngine:  # type: ignore[override]  # it is called in the same way
+    def weft_engine(self) -> ParallelEngine:
         module: Any = self
         family, dropout = self._weft
 
@@ -87,7 +88,7 @@ class ParallelHead(ParallelModel, PackedHead):
 
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         model: Any = self
-        base = base_of(self)
+        base = _base_of(self)
         with self._weft_ranks.lock, local_parameters(model, without=base), alike(model, self._weft_ranks):
             if isinstance(self, FSDPModule):
                 base.weft_engine().forget()  # FSDP fills its parameters, and nobody counts that
@@ -106,18 +107,18 @@ class ParallelVocabulary(ParallelModel):
         module: Any = self
 
         def read() -> ModelSpec:
-            base = base_of(module)
+            base = _base_of(module)
             return ModelSpec(base._weft[0].read(base), self._weft_vocabulary(module))
 
         def make() -> ParallelEngine:
-            dropout, stack = base_of(module)._weft[1], (lambda: base_of(module))
+            dropout, stack = _base_of(module)._weft[1], (lambda: _base_of(module))
             return ParallelEngine(module, read, dropout, self._weft_ranks, called=lambda: [module], stack=stack)
 
         return self.weft_kept("_weft_engine", make)
 
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         with self._weft_ranks.lock:
-            base, engine = base_of(self), self.weft_engine()
+            base, engine = _base_of(self), self.weft_engine()
             spec = engine.spec
             with engine.fixed(spec), base.weft_engine().fixed(ModelSpec(spec.transformer)):
                 return self._forward(base, arguments)
@@ -173,7 +174,7 @@ class ParallelVocabulary(ParallelModel):
         if arguments.get("past_key_values") is None and not arguments.get("use_cache"):
             return
         reasons = {
-            "the model is in training mode (call eval())": self.weft_engine().acts,
+            "the model is in training mode (call eval())": self.weft_engine().in_training,
             "gradients are on (use torch.no_grad())": torch.is_grad_enabled(),
             "labels were given": arguments.get("labels") is not None,
             "output_hidden_states was asked for": wants_states(self.config, arguments),  # type: ignore[attr-defined]
@@ -186,7 +187,7 @@ class ParallelVocabulary(ParallelModel):
         """Whether a call needs neither gradients nor what only training gives."""
         states = wants_states(self.config, arguments)  # type: ignore[attr-defined]
         plain = self._weft_head is HeadKind.NEXT_TOKEN and arguments.get("labels") is None and not states
-        return plain and not torch.is_grad_enabled() and not self.weft_engine().acts
+        return plain and not torch.is_grad_enabled() and not self.weft_engine().in_training
 
     def _inferred(self, base: Any, arguments: dict[str, Any]) -> Any:
         """A call of a decoder without gradients: whole logits of the tokens asked for, and the cache if it has one."""
@@ -229,15 +230,8 @@ class ParallelVocabulary(ParallelModel):
         return "MaskedLMOutput" if self._weft_head is HeadKind.TOKENS else "CausalLMOutputWithPast"
 
 
-def base_of(model: Any) -> Any:
-    """The base model inside of one with a head."""
-    base = getattr(model, model._weft_base)
-    if not isinstance(base, ParallelBase):
-        raise Unsupported(
-            f"{model._weft_base} of the {type(model).__name__} was replaced after parallelize by one that is not "
-            "shared; put it in before, and call parallelize then"
-        )
-    return base
+def _base_of(model: Any) -> Any:
+    return base_of(model, ParallelBase, "not shared; put it in before, and call parallelize then")
 
 
 def _placed(batch: PackedBatch, values: Tensor, packed: bool, keep: LogitRows | None = None) -> Tensor:
@@ -307,7 +301,7 @@ def whole_logits(program: RankProgram, hidden: Tensor) -> Tensor:
 
 def _of_new_columns(arguments: dict[str, Any], past: ParallelCache | None) -> dict[str, Any]:
     """The arguments of the base model as without a cache: the mask and positions of the new columns only."""
-    rest = {name: value for name, value in arguments.items() if name not in _CACHE_ARGUMENTS | _HEAD_ARGUMENTS}
+    rest = {name: value for name, value in arguments.items() if name not in CACHE_ARGUMENTS | _HEAD_ARGUMENTS}
     if past is None:
         return rest
     new = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]

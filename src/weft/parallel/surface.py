@@ -88,7 +88,6 @@ def as_sharded(part: Tensor, words: Words, mesh: DeviceMesh) -> Tensor:
     return whole
 
 
-_DROPPED = "_weft_engine"  # belongs to one model, not to copies of it
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -103,9 +102,6 @@ class ParallelModel(Twin):
         if (by := recorder()) is not None:
             raise Unsupported(f"{by}: a parallel model cannot be recorded or transformed; do it before parallelize")
         return self.weft_forward(original, bind(original, args, kwargs))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != _DROPPED}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         model: Any = self
