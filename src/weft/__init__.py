@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
         plan_overlap,
     )
-    from weft.packed import PackedBatch, pack, packed_attention
+    from weft.packed import PackedBatch, flash_attn_varlen_func, pack, packed_attention, register_attention
     from weft.parallel import load_sharded, parallelize
     from weft.pipeline import Pipeline
     from weft.pipeline.schedules.generators import schedule
@@ -56,7 +56,7 @@ _HOME = {
         "matmul_reduce_scatter",
         "plan_overlap",
     ),
-    "weft.packed": ("PackedBatch", "pack", "packed_attention"),
+    "weft.packed": ("PackedBatch", "flash_attn_varlen_func", "pack", "packed_attention", "register_attention"),
     "weft.parallel": ("load_sharded", "parallelize"),
     "weft.transformer.generation": ("generate",),
     "weft.pipeline": ("Pipeline", "schedule"),
@@ -81,6 +81,7 @@ __all__ = [
     "RowwiseOverlap",
     "Timeline",
     "all_gather_matmul",
+    "flash_attn_varlen_func",
     "generate",
     "linear",
     "load_sharded",
@@ -93,6 +94,7 @@ __all__ = [
     "plan_overlap",
     "plan_reshard",
     "refresh",
+    "register_attention",
     "reshard",
     "reshard_state_dict",
     "schedule",
