@@ -1,7 +1,7 @@
 """Row operations: norms, sums of table rows, rotary positions, gates, sums of ranks' parts. Kernels, then launchers.
 
 The launchers have the arguments of `weft.kernels.cpu`. None of these has ever run on a GPU: they were run in Triton's
-interpreter and compiled for sm80, sm90 and sm100.
+interpreter and compiled for the targets of `compile.ARCHS`.
 """
 
 from __future__ import annotations
