@@ -23,7 +23,6 @@ from torch.distributed.tensor.placement_types import Shard
 
 from weft.kernels.cpu_attention import drop_below
 from weft.layout import Layout, ShardSizes
-from weft.overlap.blocks import chunk_bounds
 from weft.packed.batch import PackedBatch
 from weft.pipeline.run.microbatch import seed_of, seeded, split_arguments, split_batch, split_keywords
 from weft.pipeline.run.stage import LossFn
@@ -65,18 +64,22 @@ def matmul_all_to_all(
     return _apply(_AllToAll, torch.nn.functional.linear(x, w, bias)[order], counts, group)
 
 
+def _shards(whole: Tensor, ranks: int) -> list[Tensor]:
+    """The rows of each rank, views; ranks for which torch has no chunk have no rows."""
+    pieces = list(torch.chunk(whole, ranks))
+    return pieces + [whole[:0]] * (ranks - len(pieces))
+
+
 def _gather_rows(shard: Tensor, total: int, group: ProcessGroup) -> Tensor:
-    bounds = chunk_bounds(total, group.size())
-    parts = [shard.new_empty(bounds[r + 1] - bounds[r], *shard.shape[1:]) for r in range(group.size())]
-    _exchange([shard.contiguous()] * group.size(), parts, group)
-    return torch.cat(parts)
+    whole = shard.new_empty(total, *shard.shape[1:])
+    _exchange([shard.contiguous()] * group.size(), _shards(whole, group.size()), group)
+    return whole
 
 
 def _scatter_sum(whole: Tensor, group: ProcessGroup) -> Tensor:
-    bounds = chunk_bounds(whole.shape[0], group.size())
-    mine = whole[bounds[group.rank()] : bounds[group.rank() + 1]]
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    _exchange([whole[bounds[r] : bounds[r + 1]].contiguous() for r in range(group.size())], parts, group)
+    shards = [shard.contiguous() for shard in _shards(whole, group.size())]
+    parts = [torch.empty_like(shards[group.rank()]) for _ in shards]
+    _exchange(shards, parts, group)
     return torch.stack([part.float() for part in parts]).sum(0).to(whole.dtype)
 
 

@@ -27,7 +27,7 @@ from overlap_programs import Inputs, call, close, random_plan, random_shape
 
 import weft
 from weft.comm import Group, Window
-from weft.comm.host_collectives import LeanGroup
+from weft.comm.host_collectives import HostGroup
 from weft.errors import RankFailed, WeftError
 from weft.layout import Layout, Mesh, Replicate, Shard
 from weft.overlap.executor.context import context_of
@@ -79,7 +79,7 @@ def resharded(dice: random.Random, group: dist.ProcessGroup) -> Iterator[bool]:
 
 
 def host_collectives(dice: random.Random, group: dist.ProcessGroup) -> Iterator[bool]:
-    lean = LeanGroup(group, bank_bytes=4096, timeout=DEADLINE)
+    lean = HostGroup(group, bank_bytes=4096, timeout=DEADLINE)
     for _ in range(10**6):
         generator = torch.Generator().manual_seed(dice.getrandbits(40))
         parts = [torch.randn(dice.choice([1, 50, 3000]), generator=generator).double() for _ in range(1)] * group.size()

@@ -4,10 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "ranks"))
+from threads import in_thread
 
 from weft import _core
 from weft.comm.signal import Counters
@@ -32,29 +35,6 @@ def case():
     x, w = torch.randn(M, K, generator=generator), torch.randn(N, K, generator=generator)
     packed = PackedWeight.from_dense(w)
     return x, packed, linear(x, packed)
-
-
-def in_thread(fn):
-    """Runs fn in a thread; the returned callable joins it and gives its result or raises its error."""
-    box = {}
-
-    def body():
-        try:
-            box["value"] = fn()
-        except Exception as error:
-            box["error"] = error
-
-    thread = threading.Thread(target=body)
-    thread.start()
-
-    def join():
-        thread.join(60)
-        assert not thread.is_alive()
-        if "error" in box:
-            raise box["error"]
-        return box["value"]
-
-    return join
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from weft.comm.host_collectives import LeanGroup
+from weft.comm.host_collectives import HostGroup
 from weft.errors import PeerMismatch, PeerTimeout, WeftError
 from weft.kernels import PackedWeight, linear
 from weft.transformer.host import fused_matmul_all_reduce
 
 
-def _group(bank_bytes: int = 4096, timeout: float = 30.0) -> LeanGroup:
-    return LeanGroup(dist.distributed_c10d._get_default_group(), bank_bytes=bank_bytes, timeout=timeout)
+def _group(bank_bytes: int = 4096, timeout: float = 30.0) -> HostGroup:
+    return HostGroup(dist.distributed_c10d._get_default_group(), bank_bytes=bank_bytes, timeout=timeout)
 
 
 def _part(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -149,10 +149,10 @@ def test_a_rank_that_was_killed_ends_the_others() -> None:
 def _refusals() -> None:
     pg = dist.distributed_c10d._get_default_group()
     with pytest.raises(ValueError, match="bank_bytes is 3"):
-        LeanGroup(pg, bank_bytes=3, timeout=5.0)
+        HostGroup(pg, bank_bytes=3, timeout=5.0)
     with pytest.raises(ValueError, match="timeout is 0"):
-        LeanGroup(pg, bank_bytes=64, timeout=0)
-    lean = LeanGroup(pg, bank_bytes=64, timeout=5.0)
+        HostGroup(pg, bank_bytes=64, timeout=0)
+    lean = HostGroup(pg, bank_bytes=64, timeout=5.0)
     with pytest.raises(ValueError, match=r"does not fit into a bank of 64 bytes"):
         lean.bank((17,), torch.float32)
 

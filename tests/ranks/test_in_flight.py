@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from threads import in_thread
 
 import weft
 from weft import overlap
@@ -95,28 +95,6 @@ def test_a_reshard_in_flight_beside_matmuls() -> None:
     assert run_ranks(reshard_beside_matmuls, 2, timeout=60.0) == [[True] * 4] * 2
 
 
-def in_thread(work: Callable[[], None]) -> Callable[[], None]:
-    """Runs `work` on a thread; the result waits for it, and raises what it raised."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def join() -> None:
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-        if errors:
-            raise errors[0]
-
-    return join
-
-
 def planning_beside_matmuls() -> int:
     """Both threads make plans, also for one shape; which of them is first differs from rank to rank."""
     total, calls = Sum(), 0
@@ -130,7 +108,7 @@ def planning_beside_matmuls() -> int:
         finally:
             over.set()
 
-    join = in_thread(plan)
+    join = in_thread(plan, LIMIT)
     # As many calls on both ranks, whichever is done with planning first.
     for calls in range(40):
         assert total.is_right(total.plan if calls % 2 else None), calls
@@ -155,7 +133,7 @@ def tuning_beside_matmuls() -> bool:
         for _ in range(2):
             tune(shape, group=dist.group.WORLD, candidates=2, rounds=2)
 
-    join = in_thread(twice)
+    join = in_thread(twice, LIMIT)
     for number in range(40):
         assert total.is_right(total.plan if number % 2 else None), number
     join()

@@ -82,6 +82,27 @@ def test_a_summary_says_why_and_leaves_out_what_made_buffers() -> None:
     run_ranks(reasons, 2)
 
 
+def alone() -> None:
+    """Each op on a group of one rank."""
+    group, x, w = world(), torch.randn(8, 4), torch.randn(6, 4, requires_grad=True)
+    with weft.trace() as t:
+        overlap.all_gather_matmul(x, w, group=group)
+        overlap.matmul_all_reduce(x, w, group=group)
+        overlap.matmul_reduce_scatter(x, w, group=group)
+        overlap.matmul_all_to_all(x, w, torch.zeros(8, dtype=torch.int64), group=group)
+    ops = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_to_all")
+    assert [call.what for call in t.calls] == [f"{op} 8 x 6 x 4 float32" for op in ops]
+    assert {call.note for call in t.summary().calls} == {"not overlapped: there is only one rank"}
+    assert str(t.summary()).count("there is only one rank") == len(ops)
+    for call in t.calls:
+        (event,) = call.timeline.events
+        assert (event.kind, event.flops) == ("compute", 2.0 * 8 * 6 * 4)
+
+
+def test_a_rank_that_is_alone_says_so() -> None:
+    run_ranks(alone, 1)
+
+
 def path(transport: Transport, most: int) -> None:
     """The files whose code a call runs, once its plan and buffers are there."""
     group, seen = world(), set[str]()

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_cases import WORDS, batch, both, build, checks, mesh
+from whole_weights import cut_model
 
 import weft
 from weft.errors import PeerMismatch
 from weft.models.families.llama import describe_llama
 from weft.models.family import linear
 from weft.packed import PackedBatch
-from weft.parallel.rank_model import cut_model
 from weft.transformer import network as network_module
 from weft.transformer.generation import generate, inputs_of
 from weft.transformer.passes import RankProgram

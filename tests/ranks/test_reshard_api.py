@@ -14,7 +14,7 @@ from weft.errors import PeerMismatch
 from weft.layout import Layout, Mesh, ShardSizes
 from weft.reference import shard
 from weft.reshard import Source, reshard_state_dict
-from weft.reshard.tensors import device_mesh_of, layout_of_dtensor, mesh_of, to_dtensor
+from weft.reshard.tensors import layout_of_dtensor, mesh_of, to_dtensor
 
 WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
 SOURCES, TARGETS = (0, 1, 2, 3), (2, 3, 4, 5)
@@ -146,7 +146,8 @@ def strided() -> None:
     assert torch.equal(x.full_tensor(), whole), "torch reads it the same way"
     y = weft.reshard(x, mesh, [Shard(0), Shard(0)], **LIMIT)
     assert torch.equal(y.to_local(), whole.chunk(4)[me])
-    again = mesh_of(device_mesh_of(mesh_of(mesh, hosts)), hosts)
+    described = mesh_of(mesh, hosts)
+    again = mesh_of(DeviceMesh("cpu", described.array.tolist(), mesh_dim_names=described.axes), hosts)
     assert again.ranks == (0, 1, 2, 3)
 
 

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from weft.errors import WeftError
 from weft.jobs.train import StepFigures, TrainJob, train
-from weft.jobs.train.job import END, IGNORED, Corpus, cut, documents_of
+from weft.jobs.train.job import END, Corpus, cut, documents_of
 from weft.jobs.train.run import LossLog, read_log
+from weft.packed.inputs import IGNORED_LABEL
 from weft.parallel.files.checkpoint import has_checkpoint
 from weft.parallel.files.save import save_model
 
@@ -47,7 +48,7 @@ def losses_without_weft(job: TrainJob) -> list[float]:
             for first, end in pairwise(bounds):
                 logits = model(micro.batch.values[None, first:end]).logits[0]
                 targets = micro.targets[first:end]
-                loss = loss + F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+                loss = loss + F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
         (loss / total).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -232,8 +233,8 @@ def test_microbatches_are_full_of_whole_documents() -> None:
     assert len(set(one.batch.lengths.tolist())) > 1
     ends = one.batch.cu_seqlens[1:].long() - 1
     assert torch.equal(one.batch.values[ends[:-1]], torch.full((len(ends) - 1,), END))
-    assert torch.equal((one.targets == IGNORED).nonzero().squeeze(1), ends)
-    inside = one.targets != IGNORED
+    assert torch.equal((one.targets == IGNORED_LABEL).nonzero().squeeze(1), ends)
+    inside = one.targets != IGNORED_LABEL
     assert torch.equal(one.targets[inside], one.batch.values.roll(-1)[inside])
 
 

@@ -17,7 +17,6 @@ from weft.bench.systems import torch_models
 from weft.bench.systems.end_to_end import (
     GPT2,
     GROUPS,
-    IGNORED,
     LLAMA,
     SHARES,
     TINY_GPT2,
@@ -33,6 +32,7 @@ from weft.bench.systems.end_to_end import (
     train_batch,
 )
 from weft.bench.systems.parallel import hf_model
+from weft.packed.inputs import IGNORED_LABEL
 from weft.report import Row
 from weft.timeline import Event, Timeline, TracedCall
 
@@ -105,7 +105,7 @@ def test_lengths_fill_the_batch_and_pad_to_more() -> None:
     assert batch.tokens == 2048 == batch.packed.tokens
     assert batch.ids.numel() > 1.5 * batch.tokens
     assert batch.ids.shape[1] % 4 == 0
-    assert (batch.labels != IGNORED).sum() == (batch.packed_labels != IGNORED).sum() == 2048 - len(lengths)
+    assert (batch.labels != IGNORED_LABEL).sum() == (batch.packed_labels != IGNORED_LABEL).sum() == 2048 - len(lengths)
 
 
 def test_decoding_is_what_comes_after_the_first_token() -> None:
@@ -210,7 +210,7 @@ def test_torchs_model_is_hugging_faces(size: ModelSize) -> None:
     torch.testing.assert_close(padded, model(batch.ids).logits)
     packed = twin(batch.packed.values[None], batch.packed.positions[None], lengths=batch.lengths)
     losses = [
-        F.cross_entropy(padded.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED),
-        F.cross_entropy(packed[0], batch.packed_labels, ignore_index=IGNORED),
+        F.cross_entropy(padded.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED_LABEL),
+        F.cross_entropy(packed[0], batch.packed_labels, ignore_index=IGNORED_LABEL),
     ]
     torch.testing.assert_close(*losses)

@@ -64,7 +64,8 @@ def stored_at(cut: blocks.Cut) -> Iterator[tuple[int, int, int]]:
 def is_permutation(cut: blocks.Cut) -> bool:
     places = sorted(place for _, _, place in stored_at(cut))
     elements = {(row, col) for row, col, _ in stored_at(cut)}
-    return places == list(range(cut.elements)) and len(elements) == cut.elements
+    count = cut.tiling.m * cut.tiling.n
+    return places == list(range(count)) and len(elements) == count
 
 
 @given(st.integers(0, 40), st.integers(0, 100), st.integers(1, 9), weights, st.integers(1, 4), st.randoms())

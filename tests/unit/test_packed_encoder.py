@@ -77,7 +77,7 @@ def test_encoder_masks_mean_what_they_mean_in_torch():
         ({"src_key_padding_mask": torch.zeros(3, 6).fill_(-0.5)}, "other numbers would be added"),
         ({"src_key_padding_mask": torch.ones(3, 6, dtype=torch.int64)}, "must be boolean, or 0 and -inf"),
         ({"src": torch.randn(3, 6, 16)}, "src has 16 features, the encoder 32"),
-        ({"src": torch.randn(3, 6, 32).bfloat16()}, "got vectors of torch.bfloat16"),
+        ({"src": torch.randn(3, 6, 32).bfloat16()}, "inputs_embeds are torch.bfloat16"),
         ({"src": torch.nested.nested_tensor([torch.randn(3, 32)], layout=torch.jagged)}, "not a nested one"),
     ],
 )

@@ -7,17 +7,9 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from timeline_values import events
 
 from weft.timeline import KINDS, Baseline, Event, Timeline, exposed_seconds, overlap_efficiency
-
-times = st.integers(0, 30)
-events = st.builds(
-    lambda lane, kind, a, b: Event(lane, kind, "x", float(min(a, b)), float(max(a, b))),
-    st.sampled_from(["compute", "comm", "rank 0/compute", "rank 0/comm", "rank 1/compute", "rank 1/comm"]),
-    st.sampled_from(KINDS),
-    times,
-    times,
-)
 
 
 def test_the_order_of_events_does_not_matter() -> None:

@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from timeline_values import events
 
 from weft.timeline import KINDS, Event, Timeline
 
-times = st.integers(0, 30)
-events = st.builds(
-    lambda lane, kind, a, b: Event(lane, kind, "x", float(min(a, b)), float(max(a, b))),
-    st.sampled_from(["compute", "comm", "rank 0/compute", "rank 0/comm", "rank 1/compute", "rank 1/comm"]),
-    st.sampled_from(KINDS),
-    times,
-    times,
-)
 finite = st.floats(-1e12, 1e12)  # seconds since anything that happened
 # What a file must give back: any text, any double, any size.
 wild_events = st.builds(

@@ -5,19 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from timeline_values import events
 
-from weft.timeline import KINDS, Event, Timeline
+from weft.timeline import Event, Timeline
 from weft.timeline.text import draw, format_bytes, format_seconds, tick_step
-
-times = st.integers(0, 30)
-events = st.builds(
-    lambda lane, kind, a, b: Event(lane, kind, "x", float(min(a, b)), float(max(a, b))),
-    st.sampled_from(["compute", "comm", "rank 0/compute", "rank 0/comm", "rank 1/compute", "rank 1/comm"]),
-    st.sampled_from(KINDS),
-    times,
-    times,
-)
-
 
 # ---------------------------------------------------------------------------------------------------------
 

@@ -55,11 +55,11 @@ def _embeddings(engine: Any) -> list[list[float]]:
 def _start_counting(model: Any) -> None:
     from collections import Counter
 
-    from weft.comm.host_collectives import LeanGroup
+    from weft.comm.host_collectives import HostGroup
     from weft.kernels import matmul
 
     counts: Counter[str] = Counter()
-    run, add_up = matmul._run, LeanGroup.add_up
+    run, add_up = matmul._run, HostGroup.add_up
 
     def counted_run(*args: Any, **kwargs: Any) -> None:
         counts["matmuls"] += 1
@@ -69,7 +69,7 @@ def _start_counting(model: Any) -> None:
         counts["sums"] += 1
         add_up(*args, **kwargs)
 
-    matmul._run, matmul.counts, LeanGroup.add_up = counted_run, counts, counted_add_up
+    matmul._run, matmul.counts, HostGroup.add_up = counted_run, counts, counted_add_up
 
 
 def _counted(model: Any) -> dict[str, int]:

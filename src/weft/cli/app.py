@@ -23,8 +23,7 @@ from typer.core import TyperGroup
 from weft.bench import load_promise
 from weft.cli import embed, lab, plan, scale
 from weft.errors import LabUnavailable, WeftError
-from weft.report.result import Headline, check_writable, console, report_page, write
-from weft.report.table import Column, Table
+from weft.report.result import Column, Headline, Table, check_writable, console, report_page, write
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -41,7 +40,10 @@ def _group() -> None:
 
 @kernels_app.command("compile")
 def compile_kernels(
-    arch: Annotated[str, typer.Option(help="Architectures, with commas between them.")] = "sm80,sm90,sm100",
+    arch: Annotated[
+        str | None,
+        typer.Option(help="Architectures, with commas between; those that no default spills on, if not given."),
+    ] = None,
     kernel: Annotated[str | None, typer.Option(help="One kernel only, such as matmul.")] = None,
     defaults: Annotated[bool, typer.Option("--defaults", help="Only the default configurations.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
@@ -54,9 +56,9 @@ def compile_kernels(
         import triton  # noqa: F401
     except ImportError as error:
         raise ValueError("the GPU kernels need Triton, which is not installed; pip install triton") from error
-    from weft.kernels.triton.compile import ARCHS, compile_variant, variants
+    from weft.kernels.triton.compile import ARCHS, TARGETS, compile_variant, variants
 
-    archs = arch.split(",")
+    archs = TARGETS if arch is None else tuple(arch.split(","))
     if unknown := [name for name in archs if name not in ARCHS]:
         raise ValueError(f"got the architectures {', '.join(unknown)}, expected some of {', '.join(ARCHS)}")
     chosen = [v for v in variants() if (kernel in (None, v.kernel)) and (v.is_default or not defaults)]

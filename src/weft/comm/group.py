@@ -97,27 +97,25 @@ class Group:
         with turn(self.pg, line.title, deadline):
             self._agree(what, value, line, deadline)
 
-    def lease(self, what: str, value: str, *, tags: int, line: Line, timeout: float | None = None) -> Lease:
+    def lease(self, what: str, value: str, *, tags: int, line: Line) -> Lease:
         """`agree`, and `tags` tags for what all ranks are about to do, until each releases them.
 
         `WeftError`, on every rank, when too much is under way already.
         """
-        deadline = Deadline.after(self.timeout if timeout is None else timeout)
+        deadline = Deadline.after(self.timeout)
         with turn(self.pg, line.title, deadline):
             return ledger_of(self.pg, line).lease(self._agree(what, value, line, deadline), tags)
 
-    def tell(
-        self, what: str, mine: str, *, timeout: float | None = None, line: Line | None = None, most: int = MOST_BYTES
-    ) -> list[str]:
+    def tell(self, what: str, mine: str, *, most: int = MOST_BYTES) -> list[str]:
         """What each rank gave as `mine`, a text of up to `most` bytes, in rank order. Collective."""
-        line, deadline = line or self.line, Deadline.after(self.timeout if timeout is None else timeout)
-        with turn(self.pg, line.title, deadline):
-            found = tell(self, mine.encode(), tag=line.mark(Mark.TEXT), deadline=deadline, what=what, most=most)
+        deadline = Deadline.after(self.timeout)
+        with turn(self.pg, self.line.title, deadline):
+            found = tell(self, mine.encode(), tag=self.line.mark(Mark.TEXT), deadline=deadline, what=what, most=most)
         return [as_text(data, what, rank) for rank, data in enumerate(found)]
 
-    def barrier(self, what: str = "barrier", *, timeout: float | None = None, line: Line | None = None) -> None:
+    def barrier(self, what: str = "barrier", *, timeout: float | None = None) -> None:
         """Returns when all ranks are here; `PeerMismatch` when one of them is at an `agree` instead."""
-        self.agree("barrier", what, timeout=timeout, line=line)
+        self.agree("barrier", what, timeout=timeout)
 
     def break_off(self) -> None:
         """Ends all waits of this rank in the process group, and those of its peers for it, now: it is unusable then.

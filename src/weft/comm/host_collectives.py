@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import Store
 
 from weft import _core
 from weft.comm.deadline import Deadline
@@ -34,24 +33,24 @@ _LINE = 64  # bytes of a cache line: where a bank starts
 _VIEWS = 1024  # tensors over banks that are kept for shapes seen before
 
 
-class LeanGroup:
+class HostGroup:
     """Collectives of a process group whose ranks share a host. Making one is collective; so is every call.
 
     A bank holds `bank_bytes` of each rank. What is longer goes in pieces, one turn each, and the next piece is written
     before the last is collected. Calls come from one thread, and in the same order on all ranks; a rank that is about
     to do something else is found out by the size of its part. Waits end after `timeout` seconds with the peer's rank.
 
-        lean = LeanGroup(pg, bank_bytes=1 << 20, timeout=60.0)
+        lean = HostGroup(pg, bank_bytes=1 << 20, timeout=60.0)
         total = lean.all_reduce(partial)              # [*] -> [*]
         whole = lean.all_gather(shard, dim=1)         # [M, N] -> [M, P N]
     """
 
-    def __init__(self, pg: ProcessGroup, *, bank_bytes: int, timeout: float, store: Store | None = None) -> None:
+    def __init__(self, pg: ProcessGroup, *, bank_bytes: int, timeout: float) -> None:
         if bank_bytes < _LINE:
             raise ValueError(f"bank_bytes is {bank_bytes}, expected {_LINE} or more: the longest piece of a turn")
         self.bank_bytes = bank_bytes // _LINE * _LINE
         self.rank, self.size = pg.rank(), pg.size()
-        self._banks = Banks(pg, self.bank_bytes, timeout=timeout, store=store)
+        self._banks = Banks(pg, self.bank_bytes, timeout=timeout)
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}
         self._tags = [0] * BANKS  # what this rank put into each bank: its size
 
@@ -141,7 +140,7 @@ class LeanGroup:
         add_in_order(places, out)
 
     def __repr__(self) -> str:
-        return f"LeanGroup(rank={self.rank}, size={self.size}, bank_bytes={self.bank_bytes})"
+        return f"HostGroup(rank={self.rank}, size={self.size}, bank_bytes={self.bank_bytes})"
 
 
 def add_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
@@ -174,11 +173,11 @@ class Banks:
     peer's rank; after a failure no more turns are given.
     """
 
-    def __init__(self, pg: ProcessGroup, bank_bytes: int, *, timeout: float, store: Store | None = None) -> None:
+    def __init__(self, pg: ProcessGroup, bank_bytes: int, *, timeout: float) -> None:
         Deadline.after(timeout)  # refuses a wrong one
         self.rank, self.size, self.timeout, self.bank_bytes = pg.rank(), pg.size(), timeout, bank_bytes
         words = -(-_core.EXCHANGE_BLOCK_BYTES // 4)
-        self.window = Window.create(pg, BANKS * bank_bytes, counters_per_rank=words, timeout=timeout, store=store)
+        self.window = Window.create(pg, BANKS * bank_bytes, counters_per_rank=words, timeout=timeout)
         if len(self.window.ranks) != self.size:
             raise ValueError(
                 f"rank {self.rank} shares its host with ranks {self.window.ranks} of {self.size}, expected all of "

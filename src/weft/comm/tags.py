@@ -195,7 +195,7 @@ class Ledger:
             self._leases.pop(lease, None)
 
 
-class _Desk:
+class _GroupState:
     """What this rank keeps of one process group."""
 
     def __init__(self) -> None:
@@ -204,14 +204,14 @@ class _Desk:
 
 
 # Beside a process group, because those who use it know nothing of each other; it goes with the group.
-_desks: WeakKeyDictionary[ProcessGroup, _Desk] = WeakKeyDictionary()
+_states: WeakKeyDictionary[ProcessGroup, _GroupState] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def ledger_of(pg: ProcessGroup, line: Line) -> Ledger:
     """The ledger of a line on a process group: one on each rank, whoever asks."""
     with _lock:
-        return _desks.setdefault(pg, _Desk()).ledgers.setdefault(line, Ledger(line))
+        return _states.setdefault(pg, _GroupState()).ledgers.setdefault(line, Ledger(line))
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def turn(pg: ProcessGroup, name: str, deadline: Deadline) -> Iterator[None]:
     is theirs to see to: it must be the same on all ranks, as for all collectives of a group.
     """
     with _lock:
-        lock = _desks.setdefault(pg, _Desk()).turns.setdefault(name, threading.RLock())
+        lock = _states.setdefault(pg, _GroupState()).turns.setdefault(name, threading.RLock())
     if not lock.acquire(timeout=max(deadline.left(), 1e-3)):
         raise PeerTimeout(f"another thread of this rank, which is busy with {name}", seconds=deadline.seconds)
     try:

@@ -132,7 +132,7 @@ def swap_tensors(
     listening(wait, on_interrupt=group.break_off)
 
 
-def tell_all(what: str, mine: Any, *, group: ProcessGroup | None, timeout: float, most: int = MOST_BYTES) -> list[Any]:
+def tell_all(what: str, mine: Any, *, group: ProcessGroup | None, timeout: float) -> list[Any]:
     """What each rank says, in rank order; values that JSON can say. Collective, and a barrier.
 
     Without a process group there is one rank. `PeerTimeout` names the ranks that did not come.
@@ -142,8 +142,8 @@ def tell_all(what: str, mine: Any, *, group: ProcessGroup | None, timeout: float
     """
     if group is None and not dist.is_initialized():
         return [mine]
-    if (length := len(json.dumps(mine))) > most:
-        raise ValueError(f"{what} has {length} bytes to tell, expected up to {most}")
+    if (length := len(json.dumps(mine))) > MOST_BYTES:
+        raise ValueError(f"{what} has {length} bytes to tell, expected up to {MOST_BYTES}")
     pg: Any = dist.group.WORLD if group is None else group
     with meeting(pg, what, ("said",), deadline=Deadline.after(timeout), store=None) as held:
         return held.gather("said", mine)

@@ -222,7 +222,7 @@ def _offer(meeting: Meeting, size: int, files: ExitStack) -> Tensor:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         files.callback(os.close, fd)
         os.ftruncate(fd, size)
-        # Nobody who has the descriptor can cut the memory under the others' feet.
+        # Nobody who has the descriptor can cut the memory while others use it.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         os.pwrite(fd, token, 0)
         memory = _map(fd, size)
@@ -306,17 +306,14 @@ def _namespace(kind: str) -> int:
         return 0
 
 
-def hosts_of(pg: ProcessGroup, *, timeout: float, store: Store | None = None) -> tuple[int, ...]:
-    """The host index of each rank of `pg`, the same on every rank. Collective over `pg`, through its store.
-
-    `store` is for groups that torch.distributed does not know; it must be private to this group.
-    """
-    return number_hosts(host_ids_of(pg, timeout=timeout, store=store))
+def hosts_of(pg: ProcessGroup, *, timeout: float) -> tuple[int, ...]:
+    """The host index of each rank of `pg`, the same on every rank. Collective over `pg`, through its store."""
+    return number_hosts(host_ids_of(pg, timeout=timeout))
 
 
-def host_ids_of(pg: ProcessGroup, *, timeout: float, store: Store | None = None) -> list[str]:
+def host_ids_of(pg: ProcessGroup, *, timeout: float) -> list[str]:
     """The `host_id` of each rank of `pg`. Collective, as `hosts_of`."""
-    with meeting(pg, "hosts", ("enter",), deadline=Deadline.after(timeout), store=store) as held:
+    with meeting(pg, "hosts", ("enter",), deadline=Deadline.after(timeout), store=None) as held:
         return held.gather("enter", host_id())
 
 

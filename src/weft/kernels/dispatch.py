@@ -3,7 +3,8 @@
 Everything above calls `kernels_for(tensor)` and nothing else, so no op asks on which device it is. An implementation
 is loaded when it is first needed: a CPU-only machine needs no Triton.
 
-And `is_plain`: whether a call may go past torch's dispatcher, which costs as much as a small matmul.
+And `is_plain`: whether a call may go past torch's dispatcher, which costs as much as a small matmul; and
+`without_autocast`: for code whose types have been chosen.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -172,3 +173,12 @@ def is_plain(*tensors: Tensor | None) -> bool:
         if t is not None and (type(t) not in _TYPES or (grad and t.requires_grad) or t.is_neg()):
             return False
     return True
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A block whose types have been chosen: torch's ops in it compute in the types of their inputs.
+
+    Such is the body of a custom op, and a backward pass, which has the types of its forward pass.
+    """
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()

@@ -149,8 +149,6 @@ def linear_tiles(
     out: Tensor | TileOutput,
     schedule: TileSchedule,
     bias: Tensor | None = None,
-    activation: str | None = None,
-    threads: int = 0,
     done: Tensor | None = None,
     ready: Ready | None = None,
 ) -> None:
@@ -169,9 +167,8 @@ def linear_tiles(
         raise ValueError(f"x must have {weight.k} columns for a weight {weight!r}, got {k}")
     weight.checked_source()
     kernels_for(weight.data).linear(
-        x, weight.data, weight.n, out=out, bias=bias, activation=activation, isa_name=weight.isa,
-        threads=threads, schedule=schedule, done=done, ready=ready,
-    )  # fmt: skip
+        x, weight.data, weight.n, out=out, bias=bias, isa_name=weight.isa, schedule=schedule, done=done, ready=ready
+    )
 
 
 def _executor_call(

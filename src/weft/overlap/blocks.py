@@ -127,10 +127,6 @@ class Cut:
     tiling: Tiling
     blocks: tuple[Block, ...]
 
-    @property
-    def elements(self) -> int:
-        return self.tiling.m * self.tiling.n
-
     def tiles(self, block: Block) -> list[int]:
         """The numbers of the block's tiles, row by row."""
         t = self.tiling

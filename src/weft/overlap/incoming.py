@@ -171,8 +171,8 @@ class _Gather:
         topology = self.plan.topology
         return (topology.gateway(source, host),) if self.counts is None else topology.ranks_of(host)
 
-    def readers(self, source: int, receiver: int) -> tuple[int, ...]:
-        """Who reads rows of `source` where `receiver` has them."""
+    def readers(self, receiver: int) -> tuple[int, ...]:
+        """Who reads rows where `receiver` has them."""
         return self.plan.topology.local(receiver) if self.counts is None else (receiver,)
 
 
@@ -210,7 +210,7 @@ def _expects(gather: _Gather, rank: int) -> Iterator[ExpectRows]:
     ]
     for chunk in sorted(found, key=lambda c: c.number):
         there = chunk.arrival
-        tell = tuple(RowArrival(r, there.m0, there.m1) for r in gather.readers(chunk.source, rank))
+        tell = tuple(RowArrival(r, there.m0, there.m1) for r in gather.readers(rank))
         yield ExpectRows(chunk.source, chunk.number + 1, there.m0, there.m1, tell)
 
 

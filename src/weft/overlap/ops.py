@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft._torch import group_by_name, op_name
 from weft.kernels import PackedWeight
+from weft.kernels.dispatch import without_autocast
 from weft.kernels.matmul import product
 from weft.overlap.blocks import chunk_bounds
 from weft.overlap.executor.call import executor_for, multiply
@@ -27,14 +28,12 @@ from weft.overlap.plan import Op
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def without_autocast(kernel: F) -> F:
-    """The body of an op whose types have been chosen: torch's ops in it compute in the types of their inputs."""
+def _in_given_types(kernel: F) -> F:
+    """The body of an op, `without_autocast`."""
 
     @wraps(kernel)
     def run(first: Tensor, *rest: Any, **options: Any) -> Any:
-        if not torch.is_autocast_enabled(first.device.type):
-            return kernel(first, *rest, **options)
-        with torch.autocast(first.device.type, enabled=False):
+        with without_autocast(first.device):
             return kernel(first, *rest, **options)
 
     return run  # type: ignore[return-value]
@@ -44,7 +43,7 @@ def without_autocast(kernel: F) -> F:
 
 
 @torch.library.custom_op("weft::all_gather_matmul", mutates_args=())
-@without_autocast
+@_in_given_types
 def all_gather_matmul(
     x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None,
     m: int, n: int, isa: str, group_name: str, plan: str, keep: bool,
@@ -61,7 +60,7 @@ def _(x, w, packed, bias, m, n, isa, group_name, plan, keep):  # type: ignore[no
 
 
 @torch.library.custom_op("weft::all_gather_matmul_backward", mutates_args=())
-@without_autocast
+@_in_given_types
 def all_gather_matmul_backward(
     dy: Tensor, gathered: Tensor, w: Tensor | None, packed: Tensor | None,
     isa: str, group_name: str, needs_x: bool, needs_w: bool,
@@ -99,7 +98,7 @@ all_gather_matmul.register_autograd(_gather_backward, setup_context=_gather_setu
 
 
 @torch.library.custom_op("weft::replicated_matmul", mutates_args=())
-@without_autocast
+@_in_given_types
 def replicated_matmul(
     x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None, n: int, isa: str, group_name: str
 ) -> Tensor:
@@ -112,7 +111,7 @@ def _(x, w, packed, bias, n, isa, group_name):  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("weft::replicated_matmul_backward", mutates_args=())
-@without_autocast
+@_in_given_types
 def replicated_matmul_backward(
     dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None,
     isa: str, group_name: str, needs_x: bool, needs_w: bool,
@@ -146,7 +145,7 @@ replicated_matmul.register_autograd(_replicated_backward, setup_context=_replica
 
 
 @torch.library.custom_op("weft::matmul_reduce", mutates_args=())
-@without_autocast
+@_in_given_types
 def matmul_reduce(
     x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None,
     op: str, n: int, isa: str, group_name: str, plan: str,
@@ -162,7 +161,7 @@ def _(x, w, packed, bias, op, n, isa, group_name, plan):  # type: ignore[no-unty
 
 
 @torch.library.custom_op("weft::matmul_reduce_scatter_backward", mutates_args=())
-@without_autocast
+@_in_given_types
 def matmul_reduce_scatter_backward(
     dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, isa: str, group_name: str, needs_w: bool
 ) -> tuple[Tensor, Tensor]:
@@ -180,7 +179,7 @@ def _(dy, x, w, packed, isa, group_name, needs_w):  # type: ignore[no-untyped-de
 
 
 @torch.library.custom_op("weft::matmul_all_reduce_backward", mutates_args=())
-@without_autocast
+@_in_given_types
 def matmul_all_reduce_backward(
     dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, isa: str, needs_x: bool, needs_w: bool
 ) -> tuple[Tensor, Tensor]:
@@ -221,7 +220,7 @@ matmul_reduce.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 
 
 @torch.library.custom_op("weft::matmul_all_to_all", mutates_args=())
-@without_autocast
+@_in_given_types
 def matmul_all_to_all(
     x: Tensor, w: Tensor | None, packed: Tensor | None, bias: Tensor | None, destinations: Tensor,
     rows: int, n: int, isa: str, group_name: str, plan: str,
@@ -249,7 +248,7 @@ def _(x, w, packed, bias, destinations, rows, n, isa, group_name, plan):  # type
 
 
 @torch.library.custom_op("weft::matmul_all_to_all_backward", mutates_args=())
-@without_autocast
+@_in_given_types
 def matmul_all_to_all_backward(
     dy: Tensor, x: Tensor, w: Tensor | None, packed: Tensor | None, destinations: Tensor, counts: Tensor,
     isa: str, group_name: str,

@@ -31,7 +31,7 @@ from weft.overlap.simulate import simulate
 from weft.overlap.speeds import Curves, Work, work_of
 
 # A plan must promise this much over the sequential one: less is within the error of prediction.
-_WORTH = 0.985
+WORTH = 0.985
 _TILE_N = 512
 # Simulations for one plan; each takes a few milliseconds for 4 ranks, and grows with their number.
 _TRIES = 64
@@ -49,7 +49,6 @@ def choose_plan(
     dtype: str,
     hosts: Sequence[int],
     curves: Curves,
-    transport: Transport = Transport.WINDOWS,
 ) -> OverlapPlan:
     """The predicted best plan for [m, k] x [n, k]^T on each of the ranks that `hosts` lists.
 
@@ -61,7 +60,7 @@ def choose_plan(
     >>> plan.sequential
     False
     """
-    base = OverlapPlan(Op(op), m, n, k, dtype, tuple(hosts), transport, tile_n=min(_TILE_N, _round_up(n, 32)))
+    base = OverlapPlan(Op(op), m, n, k, dtype, tuple(hosts), tile_n=min(_TILE_N, _round_up(n, 32)))
     return ranked_plans(base, curves)[0]
 
 
@@ -93,7 +92,7 @@ def ranked_plans(base: OverlapPlan, curves: Curves) -> list[OverlapPlan]:
         f"overlap would take {(found[0].predicted or 0.0) * 1e3:.3g} ms, {seconds * 1e3:.3g} ms without"
     )  # fmt: skip
     sequential = replace(sequential, predicted=seconds, reason=why_not)
-    worth = [p for p in found if (p.predicted or 0.0) < _WORTH * seconds]
+    worth = [p for p in found if (p.predicted or 0.0) < WORTH * seconds]
     return [*worth, sequential, *(p for p in found if p not in worth)]
 
 

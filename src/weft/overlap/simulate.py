@@ -90,9 +90,10 @@ class _World:
         return start, end
 
 
-def simulate(plan: OverlapPlan, curves: Curves, counts: Counts | None = None) -> Timeline:
-    """The timeline of a plan. Without `counts`, all-to-all spreads the rows of each rank evenly."""
-    if counts is None and plan.op in (Op.ALL_TO_ALL, Op.GATHER_BACK):
+def simulate(plan: OverlapPlan, curves: Curves) -> Timeline:
+    """The timeline of a plan. All-to-all is taken to spread the rows of each rank evenly."""
+    counts: Counts | None = None
+    if plan.op in (Op.ALL_TO_ALL, Op.GATHER_BACK):
         bounds = chunk_bounds(plan.m, plan.size)
         counts = (tuple(bounds[r + 1] - bounds[r] for r in range(plan.size)),) * plan.size
     lanes: dict[tuple[int, str], list[SimulatedAction]] = {}

@@ -18,7 +18,8 @@ from weft.overlap.blocks import Axis, Topology, cut_points, rows_by_destination
 from weft.overlap.plan import Op, OverlapPlan, Transport
 
 MAX_UNITS = 48
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of the types that the CPU's ops take."""
 # Each pass over the packed weight fetches it once, which costs about as much as computing this many more rows.
 _PASS_ROWS = 1.5
 
@@ -160,9 +161,9 @@ class Work:
 
 def item_bytes(dtype: str) -> int:
     """Bytes of one element of a dtype that weft computes in."""
-    if dtype not in _ITEM_BYTES:
-        raise ValueError(f"dtype is {dtype}, expected one of {', '.join(_ITEM_BYTES)}; convert the tensors first")
-    return _ITEM_BYTES[dtype]
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"dtype is {dtype}, expected one of {', '.join(ITEM_BYTES)}; convert the tensors first")
+    return ITEM_BYTES[dtype]
 
 
 def work_of(plan: OverlapPlan, curves: Curves) -> Work:

@@ -37,6 +37,7 @@ from weft.pipeline.run.microbatch import seed_of, seeded
 from weft.pipeline.schedules.graph import Edge, StageGraph
 
 M = TypeVar("M", bound=nn.Module)
+C = TypeVar("C")
 
 
 def cut(costs: Sequence[float], stages: int) -> list[range]:
@@ -71,6 +72,12 @@ def made_with(seed: int, number: int, make: Callable[[], M]) -> M:
         return make()
 
 
+def _of_size(sizes: Mapping[str, C], size: str) -> C:
+    if size not in sizes:
+        raise ValueError(f"size is {size!r}, expected one of {', '.join(sizes)}")
+    return sizes[size]
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """The sizes of a GPT; `GPTConfig.named` has some. The head has weights of its own, which the names do not count.
@@ -95,9 +102,7 @@ class GPTConfig:
             "1.3b": cls(vocabulary=51200, width=2048, heads=32, layers=24, context=1024),
             "2.6b": cls(vocabulary=51200, width=2560, heads=32, layers=32, context=1024),
         }
-        if size not in sizes:
-            raise ValueError(f"size is {size!r}, expected one of {', '.join(sizes)}")
-        return sizes[size]
+        return _of_size(sizes, size)
 
     @property
     def parameters(self) -> int:
@@ -217,9 +222,7 @@ class UConfig:
             "small": cls(width=32, levels=3, pixels=64),
             "2.1b": cls(width=928, levels=3, attention=1, heads=16, pixels=128),
         }
-        if size not in sizes:
-            raise ValueError(f"size is {size!r}, expected one of {', '.join(sizes)}")
-        return sizes[size]
+        return _of_size(sizes, size)
 
     @property
     def layers(self) -> int:

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from weft.report.table import Column, Table
-from weft.timeline import KINDS, Baseline, Event, Timeline
+from weft.timeline import KINDS, Event, Timeline
 from weft.timeline.events import group_by_lane, rows
 from weft.timeline.text import format_bytes, format_seconds, tick_step, time_unit
 
@@ -132,18 +131,6 @@ def timeline_svg(timelines: Sequence[Timeline]) -> str:
         f'<svg class="weft" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
         f'role="img" aria-label="timeline"><style>{TIMELINE_STYLE}</style>\n{chr(10).join(parts)}\n</svg>'
     )
-
-
-def timeline_page(timelines: Sequence[Timeline], *, title: str, baseline: Baseline | None = None) -> str:
-    """A page with the drawing, and under it the summary of each timeline."""
-    body = [f"<figure>{timeline_svg(timelines)}</figure>"]
-    for timeline in timelines:
-        summary = timeline.summary(baseline)
-        head, *cells = summary.table()
-        columns = [Column(str(i), text, right=i > 0) for i, text in enumerate(head)]
-        table = [{str(i): text for i, text in enumerate(row)} for row in cells]
-        body.append(Table(timeline.name or "summary", columns, table, summary.remarks()).html())
-    return page(title, body, script=SCRIPT)
 
 
 def _lane(

@@ -10,7 +10,7 @@ from html import escape
 
 from weft.pipeline import Direction, Kind, Simulation
 from weft.report.drawing import SCRIPT, page, time_axis
-from weft.report.table import Table
+from weft.report.result import Table
 from weft.timeline.text import format_seconds
 
 WIDTH, MARGIN = 1040, 60

@@ -40,11 +40,6 @@ def mesh_of(device_mesh: DeviceMesh, hosts: Mapping[int, int]) -> Mesh:
     return Mesh.of(ranks, hosts=np.vectorize(hosts.__getitem__, otypes=[np.int64])(ranks), axes=names)
 
 
-def device_mesh_of(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
-    """A DeviceMesh of the same ranks. Collective: all ranks of the default group must call it."""
-    return DeviceMesh(device_type, torch.from_numpy(mesh.array), mesh_dim_names=mesh.axes)
-
-
 def layout_of(
     device_mesh: DeviceMesh, placements: Sequence[Any], hosts: Mapping[int, int], *, order: Sequence[int] = ()
 ) -> Layout:

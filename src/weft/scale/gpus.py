@@ -30,11 +30,12 @@ from enum import Enum
 from functools import lru_cache
 from types import MappingProxyType
 
+from weft.overlap import speeds
 from weft.overlap.plan import Op, Transport
 from weft.overlap.speeds import Curve, Curves
 
 DTYPES: Mapping[str, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
-ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
+ITEM_BYTES: Mapping[str, int] = MappingProxyType({**speeds.ITEM_BYTES, "float16": 2})
 
 # Of the data sheet's memory bandwidth a plain copy gets about nine tenths.
 MEMORY_FRACTION = 0.9

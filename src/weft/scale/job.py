@@ -19,6 +19,7 @@ import numpy as np
 from weft.pipeline import SCHEDULES, Schedule, schedule
 from weft.pipeline.schedules.generators import INTERLEAVED
 from weft.scale.gpus import Gpu
+from weft.transformer.parts import IndexRun
 
 
 @dataclass(frozen=True)
@@ -290,8 +291,7 @@ class ScaleJob:
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Layers of each stage, as even as can be."""
-        each, more = divmod(self.model.layers, self.stages)
-        return tuple(each + (stage < more) for stage in range(self.stages))
+        return tuple(IndexRun.balanced(self.model.layers, s, self.stages).count for s in range(self.stages))
 
     def made_schedule(self) -> Schedule:
         """The schedule; forwards only in inference."""

@@ -15,15 +15,13 @@ from itertools import accumulate, pairwise
 
 from weft.overlap.blocks import cut_points
 from weft.overlap.plan import Op, OverlapPlan, Transport
-from weft.overlap.search import best_groups, bound, predict, predict_sequential
+from weft.overlap.search import WORTH, best_groups, bound, predict, predict_sequential
 from weft.overlap.speeds import Curves, Work
 from weft.scale.gpus import ITEM_BYTES, LAUNCH_SECONDS, Gpu, Matmul, declared_curves, find_gpu, tilings, wire_bytes
 from weft.timeline import overlap_efficiency
 
 _MOST_UNITS = 96  # the search is quadratic; waves of a matmul with more of them go together
 _COARSER = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
-# As for the CPU's planner: a plan must promise this much over the sequential one.
-_WORTH = 0.985
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def _predicted(cases: tuple[WaveCase, ...], transports: tuple[Transport, ...]) -
         limit = min(limit, max(bound(work, case.curves(transport)), work.compute + case.tail))
         for tiled in cases:
             seconds, groups = best_partition(tiled, transport)
-            if seconds < min(best, _WORTH * sequential):
+            if seconds < min(best, WORTH * sequential):
                 best, plan = seconds, tiled.plan(transport, groups)
     why = f"{best * 1e3:.3g} ms predicted, {sequential * 1e3:.3g} ms sequentially"
     if plan.sequential:

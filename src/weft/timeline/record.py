@@ -31,10 +31,10 @@ Traces nest: what an inner trace records, the traces around it record too, so th
 takes it away from the whole.
 
 Every rank stamps events with its own monotonic clock. Ranks on one machine share that clock (also across network
-namespaces), and are found to by their boot id, because an offset of exactly zero is better than the best
-measurement. For the others rank 0 answers pings, as in NTP: with `sent` and `received` on the rank's clock and
-`replied` on rank 0's, `replied - (sent + received) / 2` is the offset, wrong by at most half the round trip. The
-ping with the shortest round trip counts. What travels are numbers and JSON text; nothing is unpickled.
+namespaces), which their boot id shows: an offset of exactly zero is better than the best measurement. For the others
+rank 0 answers pings, as in NTP: with `sent` and `received` on the rank's clock and `replied` on rank 0's, `replied -
+(sent + received) / 2` is the offset, wrong by at most half the round trip. The ping with the shortest round trip
+counts. What travels are numbers and JSON text; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,9 +61,6 @@ from weft.comm.tell import tell_all
 from weft.timeline.events import Event, Kind
 from weft.timeline.summary import Baseline, Summary
 from weft.timeline.timeline import Timeline, TracedCall, figures
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 PINGS = 32
 _MOST_BYTES = 1 << 30  # of a rank's timeline
@@ -101,20 +98,14 @@ def gather(timeline: Timeline, *, group: ProcessGroup, device: str = "cpu") -> T
 
     `device` is where the group's backend takes tensors from: `"cpu"` for gloo and mpi, `"cuda"` for nccl.
     """
-    with _Dial(group, device) as dial:
-        offset = dial.offset(PINGS)
-        texts = dial.tell("timelines", timeline.shifted(offset.seconds).to_json())
+    with _Clocks(group, device) as clocks:
+        offset = clocks.offset(PINGS)
+        texts = clocks.tell("timelines", timeline.shifted(offset.seconds).to_json())
     ranks = {f"rank {rank}": Timeline.from_json(text) for rank, text in enumerate(texts)}
     return Timeline.merge(ranks, name=timeline.name)
 
 
-def measure_offset(*, group: ProcessGroup, device: str = "cpu", pings: int = PINGS) -> Offset:
-    """What to add to this rank's clock to get rank 0's; every rank of the group calls it."""
-    with _Dial(group, device) as dial:
-        return dial.offset(pings)
-
-
-class _Dial:
+class _Clocks:
     """The clocks of a group's ranks: messages of their own, beside everything else that is under way on the group."""
 
     def __init__(self, pg: ProcessGroup, device: str) -> None:
@@ -124,7 +115,7 @@ class _Dial:
         self._turn = turn(pg, "the clocks of a group", Deadline.after(self._timeout))
         self._group: Group | None = None
 
-    def __enter__(self) -> _Dial:
+    def __enter__(self) -> _Clocks:
         self._turn.__enter__()
         if self._device == "cpu":
             self._group = Group(self._pg, timeout=self._timeout, line=Line.CLOCKS)

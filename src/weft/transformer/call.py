@@ -188,8 +188,7 @@ def check_vector_type(inputs: Inputs, dtype: torch.dtype) -> None:
     given = inputs.vectors
     if given is not None and given.dtype != dtype:
         raise ValueError(
-            f"inputs_embeds are {given.dtype}, the model computes in {dtype}, got vectors of {given.dtype}; "
-            f"convert them with .to({dtype})"
+            f"inputs_embeds are {given.dtype}, the model computes in {dtype}; convert them with .to({dtype})"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft import _core
-from weft.comm.host_collectives import BANKS, Banks, LeanGroup
+from weft.comm.host_collectives import BANKS, Banks, HostGroup
 from weft.kernels import PackedWeight, linear
 from weft.kernels.dispatch import kernels_for
 from weft.transformer.memory import CHUNK_ROWS
@@ -100,7 +100,7 @@ _BLOCK_ROWS = 480  # a multiple of the strips of the matmul; fewer rows read the
 _WHAT = "matmul_all_reduce"
 
 
-def fused_matmul_all_reduce(lean: LeanGroup, x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None) -> Tensor:
+def fused_matmul_all_reduce(lean: HostGroup, x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None) -> Tensor:
     """y = all_reduce(x w^T + bias): x [M, K_r], weight [N, K_r] -> [M, N]. One rank only gives the bias [N]."""
     m, n = x.shape[0], weight.n
     room = lean.elements(x.dtype) // n

@@ -4,8 +4,7 @@ vLLM calls `register` in each of its processes, through the entry point `vllm.ge
 layer, like a command line: here, and nowhere below, the environment is read. Nothing of vLLM is imported, and nothing
 replaced, unless the variable says so.
 
-replace       puts the replacements in place, and reports
-layers        linears on the native matmul; the row-parallel one with its all-reduce as one op
+layers        linears on the native matmul, the row-parallel one with its all-reduce as one op; put in place, reported
 communicator  collectives through windows in place of gloo
 
 vLLM moves its internals from one release to the next: with another one, an import would fail with a text that says
@@ -55,7 +54,7 @@ def install(*, timeout: float) -> None:
     if (reason := _unfit()) is not None:
         init_logger("vllm.plugins.weft").warning("weft: left alone everything: %s", reason)
         return
-    from weft.vllm.replace import replace_all
+    from weft.vllm.layers import replace_all
 
     replace_all(timeout=timeout)
 

@@ -12,7 +12,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 
 from weft.comm import hosts_of
 from weft.comm.deadline import VLLM
-from weft.comm.host_collectives import LeanGroup
+from weft.comm.host_collectives import HostGroup
 
 # 1,024 rows of a hidden size of 1,024 in float32, 256 of 4,096: enough for a matmul to run at its full speed.
 _BANK_BYTES = 4 << 20
@@ -33,10 +33,10 @@ class WindowCommunicator(CpuCommunicator):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(cpu_group, device, device_group, unique_name, use_all2all, **kwargs)
-        self.lean: LeanGroup | None = None
+        self.lean: HostGroup | None = None
         self.weft_left_alone = self._why_not()
         if self.weft_left_alone is None:
-            self.lean = LeanGroup(self.device_group, bank_bytes=_BANK_BYTES, timeout=self.timeout)
+            self.lean = HostGroup(self.device_group, bank_bytes=_BANK_BYTES, timeout=self.timeout)
 
     def _why_not(self) -> str | None:
         """The same answer on all ranks: what it looks at, all ranks have in common."""
@@ -72,18 +72,18 @@ class WindowCommunicator(CpuCommunicator):  # type: ignore[misc]
         return y
 
 
-def lean_group(name: str) -> LeanGroup:
+def lean_group(name: str) -> HostGroup:
     """The lean group of the communicator of vLLM's group `name`: what a compiled graph can name is a text."""
     coordinator = parallel_state._groups[name]()
     assert coordinator is not None
     lean = coordinator.device_communicator.lean
-    assert isinstance(lean, LeanGroup)
+    assert isinstance(lean, HostGroup)
     return lean
 
 
 @torch.library.custom_op("weft::window_all_reduce", mutates_args=())
 def all_reduce(part: Tensor, group: str) -> Tensor:
-    """`LeanGroup.all_reduce` for compiled graphs."""
+    """`HostGroup.all_reduce` for compiled graphs."""
     return lean_group(group).all_reduce(part)
 
 
@@ -94,7 +94,7 @@ def _(part, group):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("weft::window_all_gather", mutates_args=())
 def all_gather(shard: Tensor, dim: int, size: int, group: str) -> Tensor:
-    """`LeanGroup.all_gather` for compiled graphs."""
+    """`HostGroup.all_gather` for compiled graphs."""
     return lean_group(group).all_gather(shard, dim=dim)
 
 

@@ -15,6 +15,12 @@ class Hung(Exception):
     pass
 
 
+def transfers_of(low: Lowered, rank: int) -> list[TensorTransfer]:
+    """Those that the rank sends or receives, in order."""
+    stages = set(low.schedule.stages_of(rank))
+    return [t for t in low.transfers if t.source in stages or t.target in stages]
+
+
 class World:
     """Ranks that run a lowered schedule one operation at a time, in any order that its rules allow."""
 
@@ -96,7 +102,7 @@ class World:
     def run_transfers_beside(self) -> None:
         """Actions in order; each rank's transfers strictly one after the other, in the order of all transfers."""
         actions = [list(own) for own in self.low.schedule.ranks]
-        transfers = [list(self.low.transfers_of(r)) for r in range(len(actions))]
+        transfers = [transfers_of(self.low, r) for r in range(len(actions))]
         while any(actions) or any(transfers):
             heads = Counter(own[0] for own in transfers if own)
             ready = [t for t, count in heads.items() if count == 2 and self.can_move(t)]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.packed.batch import PackedBatch
+from weft.packed.inputs import IGNORED_LABEL
 
 FLOAT = 4  # bytes
 LAYER_EXCHANGES = 4  # of a layer's forward: a gather and a scatter in the attention, and in the MLP
@@ -256,15 +257,14 @@ def _places(size: ModelSize, kinds: tuple[WorkKind, ...]) -> Iterator[tuple[Plac
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
-IGNORED = -100
 PAD = 0
 
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
-    """The same sequences in both forms, with the label of each token: the next token, or IGNORED.
+    """The same sequences in both forms, with the label of each token: the next token, or IGNORED_LABEL.
 
-    ids, labels:  int64 [B, S], padded on the right, where labels are IGNORED
+    ids, labels:  int64 [B, S], padded on the right, where labels are IGNORED_LABEL
     packed:       a PackedBatch of T ids; `packed_labels` int64 [T]
     """
 
@@ -312,13 +312,13 @@ def train_batch(lengths: Sequence[int], vocabulary: int, *, multiple: int = 4) -
     """Random ids. The padded length is a multiple of `multiple`, so that ranks can share it in equal parts.
 
     >>> batch = train_batch((3, 2), 9)
-    >>> batch.ids.shape, (batch.labels != IGNORED).sum(1).tolist(), batch.packed.tokens
+    >>> batch.ids.shape, (batch.labels != IGNORED_LABEL).sum(1).tolist(), batch.packed.tokens
     (torch.Size([2, 4]), [2, 1], 5)
     """
     texts = [torch.tensor(ids) for ids in token_lists(lengths, vocabulary)]
     width = -(-max(lengths) // multiple) * multiple
     ids = torch.full((len(texts), width), PAD)
-    labels = torch.full((len(texts), width), IGNORED)
+    labels = torch.full((len(texts), width), IGNORED_LABEL)
     for row, text in enumerate(texts):
         ids[row, : len(text)] = text
         labels[row, : len(text) - 1] = text[1:]

@@ -36,8 +36,9 @@ from torch.nn import functional as F
 
 import weft
 from weft.bench.systems import torch_models
-from weft.bench.systems.end_to_end import IGNORED, PAD, ModelSize, TrainBatch, WorkKind, left_padded
+from weft.bench.systems.end_to_end import PAD, ModelSize, TrainBatch, WorkKind, left_padded
 from weft.bench.systems.vllm import SETUPS, EngineSetup, VllmEngine
+from weft.packed.inputs import IGNORED_LABEL
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 
@@ -122,7 +123,7 @@ class TorchTrainer:
         else:
             logits = self._model(batch.ids, torch.arange(batch.ids.shape[1])[None].expand_as(batch.ids))
             labels = batch.labels.flatten()
-        return F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED)
+        return F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED_LABEL)
 
 
 class WeftTrainer:
@@ -134,7 +135,7 @@ class WeftTrainer:
         self._packed = {"input_ids": batch.packed, "labels": batch.packed.values}
         # Hugging Face shifts labels itself; without a mask nothing says what is padding.
         real = torch.arange(batch.ids.shape[1])[None] < torch.tensor(batch.lengths)[:, None]
-        self._padded = {"input_ids": batch.ids, "labels": batch.ids.masked_fill(~real, IGNORED)}
+        self._padded = {"input_ids": batch.ids, "labels": batch.ids.masked_fill(~real, IGNORED_LABEL)}
 
     def step(self, form: Form) -> float:
         self._optimizer.zero_grad(set_to_none=True)

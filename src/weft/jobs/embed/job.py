@@ -91,7 +91,7 @@ def run(
     report: Callable[[Progress], None] = lambda progress: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
-    """TextEncoder everything; goes on where an earlier run of the same job was stopped."""
+    """Embeds everything; goes on where an earlier run of the same job was stopped."""
     options.check()
     with _opened(options.source) as stream:
         size = options.source.stat().st_size if options.source is not None and options.format != "parquet" else 0
@@ -248,5 +248,5 @@ class InputIdentity:
 
 
 def record_identity(record: Record) -> bytes:
-    """A hash of a record's text. BadRecord records are alike: none of them gives a row."""
+    """A hash of a record's text. Bad records are alike: none of them gives a row."""
     return hashlib.sha256(record.text.encode()).digest() if isinstance(record, TextRecord) else b"bad"

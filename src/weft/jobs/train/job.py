@@ -21,6 +21,8 @@ from torch import Tensor
 from weft.comm.deadline import TRAIN
 from weft.errors import LONGEST_SECONDS
 from weft.packed import PackedBatch
+from weft.packed.inputs import IGNORED_LABEL
+from weft.pipeline.schedules.generators import schedule
 
 # name: layers, hidden, heads, key/value heads, MLP
 SIZES = {
@@ -34,7 +36,6 @@ SIZES = {
 END = 256
 VOCABULARY = 320
 """Each byte is a token, and one more ends a document; the rest is there so that ranks share the words evenly."""
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,17 @@ class TrainJob:
             )
         if not (0 < self.lr < math.inf and 0 < self.timeout <= LONGEST_SECONDS):
             raise ValueError(f"lr is {self.lr} and timeout {self.timeout}; expected numbers above 0")
-        if self.dp > 1 and self.pp > 1 and self.schedule in ("zero-bubble", "eager-1f1b+delay"):
+        if self.dp > 1 and self.pp > 1 and self._splits_backward():
             raise ValueError(
                 f"schedule {self.schedule} runs a backward pass in two parts, which FSDP cannot follow; expected "
                 "another one with several copies, such as eager-1f1b"
             )
         if self.resume and not self.checkpoint:
             raise ValueError("resume without a checkpoint directory; expected checkpoint=, where the run was saved")
+
+    def _splits_backward(self) -> bool:
+        made = schedule(self.schedule, stages=self.pp, microbatches=self.microbatches // self.dp)
+        return any(made.splits_backward(stage, m) for stage in range(made.stages) for m in range(made.microbatches))
 
     def config(self) -> Any:
         """The model's, a `LlamaConfig`; that of `init` where it is given."""
@@ -161,7 +166,7 @@ class Corpus:
             row = torch.tensor([*piece, END][:left])
             rows.append(row)
             left -= row.numel()
-        targets = [torch.cat([row[1:], row.new_full((1,), IGNORED)]) for row in rows]
+        targets = [torch.cat([row[1:], row.new_full((1,), IGNORED_LABEL)]) for row in rows]
         return MicroBatch(PackedBatch.from_list(rows), torch.cat(targets))
 
 
@@ -175,7 +180,7 @@ class MicroBatch:
     @property
     def counted(self) -> int:
         """How many tokens have something to predict."""
-        return int((self.targets != IGNORED).sum())
+        return int((self.targets != IGNORED_LABEL).sum())
 
     @property
     def labels(self) -> Tensor:

@@ -144,7 +144,7 @@ def _step(
     optimizer.zero_grad()
     seconds = time.perf_counter() - start
     tells = stage == job.pp - 1 and place == 0  # the ranks of a stage have the same loss
-    mine = [part if tells else 0.0, seconds, exposed_seconds(trace.timeline.events), is_sound]
+    mine = [part if tells else 0.0, seconds, exposed_in_step(trace.timeline.events), is_sound]
     said = tell_all("training step", mine, group=None, timeout=job.timeout)
     loss, exposed = sum(row[0] for row in said), sum(row[2] for row in said) / len(said)
     if not math.isfinite(loss) or not all(row[3] for row in said):
@@ -215,7 +215,7 @@ class StepFigures:
         )
 
 
-def exposed_seconds(events: Sequence[Event]) -> float:
+def exposed_in_step(events: Sequence[Event]) -> float:
     """Seconds of one rank's step in which it communicated, or waited for it, while no matmul ran.
 
     Transfers of a pipeline count only while a stage waits for them: they run beside whole passes. Passes themselves
@@ -224,7 +224,7 @@ def exposed_seconds(events: Sequence[Event]) -> float:
     >>> matmul = Event("compute", "compute", "all_gather_matmul: matmul", 1.0, 3.0)
     >>> rows = Event("comm", "recv", "all_gather_matmul: rows", 0.0, 2.0)
     >>> late = Event("compute", "wait", "0.x#0 0->1", 5.0, 5.5)
-    >>> exposed_seconds([matmul, rows, late, Event("in", "recv", "0.x#0 0->1", 4.0, 5.5)])
+    >>> exposed_in_step([matmul, rows, late, Event("in", "recv", "0.x#0 0->1", 4.0, 5.5)])
     1.5
     """
     waits = [(e.start, e.end) for e in events if e.kind == "wait"]

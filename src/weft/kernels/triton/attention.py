@@ -9,7 +9,7 @@ Blocks start where their sequence does, and keys are taken from the first to the
 on that sequence only. The gradient takes two passes, one over queries and one over keys: they compute the scores twice,
 but need no atomic adds, so that the gradients are the same, bit for bit, at every run.
 
-Neither has ever run on a GPU: they were run in Triton's interpreter and compiled for sm80, sm90 and sm100.
+Neither has ever run on a GPU: they were run in Triton's interpreter and compiled for the targets of `compile.ARCHS`.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def linear(
     here waits for the device, and `late.check` tells later; without, a time-out is raised here. `programs` makes the
     kernel persistent: as many programs take turns with the tiles. `isa_name` and `threads` are for the CPU's.
 
-    This has never run on a GPU: it was run in Triton's interpreter and compiled for sm80, sm90 and sm100.
+    This has never run on a GPU: it was run in Triton's interpreter and compiled for the targets of `compile.ARCHS`.
     """
     _check_layout(isa_name)
     m, k, dtype = _check_inputs(x, packed, n, activation)

@@ -1,7 +1,7 @@
 """Row operations: norms, sums of table rows, rotary positions, gates, sums of ranks' parts. Kernels, then launchers.
 
 The launchers have the arguments of `weft.kernels.cpu`. None of these has ever run on a GPU: they were run in Triton's
-interpreter and compiled for sm80, sm90 and sm100.
+interpreter and compiled for the targets of `compile.ARCHS`.
 """
 
 from __future__ import annotations
@@ -16,32 +16,23 @@ from triton import cdiv, next_power_of_2
 
 from weft.kernels.tiles import Ready
 from weft.kernels.triton import launch
-from weft.kernels.triton.launch import Order
 from weft.kernels.triton.matmul import ACTIVATIONS, activate
 from weft.kernels.triton.signals import Late, nanoseconds, wait_for
 
 
 @triton.jit
 def norm_kernel(
-    x, starts, strides, bias, residual, weight, beta, total, out, mean, rstd, N, eps, stride_x, stride_residual,
-    stride_total, stride_out, piece_rows, piece_cols, pieces, RMS: tl.constexpr, BLOCK: tl.constexpr,
+    x, bias, residual, weight, beta, total, out, mean, rstd, N, eps, stride_x, stride_residual,
+    stride_total, stride_out, RMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = norm(x + bias + residual) * weight + beta, a row a program; x may lie in an order of communication.
+    """out = norm(x + bias + residual) * weight + beta, a row a program.
 
     x, residual, total, out [M, N]   bias, weight, beta [N]   mean, rstd [M]; RMSNorm has no mean
-
-    With `starts` and `strides`, x is a flat buffer in pieces of piece_rows x piece_cols (`Order`), read in place.
     """
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < N
-    if starts is None:
-        at = row * stride_x + cols
-    else:
-        piece = row // piece_rows * pieces + cols // piece_cols
-        start = tl.load(starts + piece, mask=inside, other=0)
-        at = start + row % piece_rows * tl.load(strides + piece, mask=inside, other=0) + cols % piece_cols
-    z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(x + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         z += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
@@ -159,12 +150,10 @@ _STRIP = dict(launch.STRIP.blocks)["BLOCK"]
 def norm(
     x: Tensor, weight: Tensor | None, beta: Tensor | None, *, out: Tensor, eps: float, rms: bool = False,
     bias: Tensor | None = None, residual: Tensor | None = None, total: Tensor | None = None,
-    mean: Tensor | None = None, rstd: Tensor | None = None, order: Order | None = None,
-    isa_name: str = "", threads: int = 0,
+    mean: Tensor | None = None, rstd: Tensor | None = None, isa_name: str = "", threads: int = 0,
 ) -> None:  # fmt: skip
     """out = norm(x + bias + residual) * weight + beta over the last dim of x [M, N]; `total` takes the norm's input.
 
-    With `order`, x is the flat buffer that the order describes, and rows are put together again as they are read.
     This has never run on a GPU.
     """
     rows, width = out.shape
@@ -172,8 +161,8 @@ def norm(
     dtype = launch.dtype_of(out, "out")
     if width > MAX_WIDTH:
         raise ValueError(f"rows of up to {MAX_WIDTH} elements are normed, got {width}; use torch's own norm")
-    _check_source(x, order, rows, width, dtype, out.device)
     for t, name, shape in (
+        (x, "x", (rows, width)),
         (weight, "weight", (width,)), (beta, "beta", (width,)), (bias, "bias", (width,)),
         (residual, "residual", (rows, width)), (total, "total", (rows, width)), (out, "out", (rows, width)),
     ):  # fmt: skip
@@ -186,30 +175,12 @@ def norm(
         return
     if rms and mean is not None:
         mean.zero_()
-    pieces = (1, 1, 1) if order is None else (order.rows, order.cols, order.starts.shape[1])
     norm_kernel[(rows,)](
-        x, None if order is None else order.starts, None if order is None else order.strides, bias, residual, weight,
-        beta, total, out, None if rms else mean, rstd, width, eps, x.stride(0),
+        x, bias, residual, weight, beta, total, out, None if rms else mean, rstd, width, eps, x.stride(0),
         0 if residual is None else residual.stride(0),
-        0 if total is None else total.stride(0), out.stride(0), *pieces, RMS=rms,
+        0 if total is None else total.stride(0), out.stride(0), RMS=rms,
         **launch.rows(next_power_of_2(width)).launch,
     )  # fmt: skip
-
-
-def _check_source(
-    x: Tensor, order: Order | None, rows: int, width: int, dtype: torch.dtype, device: torch.device
-) -> None:  # fmt: skip
-    if order is None:
-        return launch.like(x, "x", (rows, width), dtype, device)
-    if (order.m, order.n) != (rows, width) or order.starts.device != device:
-        raise ValueError(
-            f"the order must be of [{rows}, {width}] on {device}, got [{order.m}, {order.n}] on {order.starts.device}"
-        )
-    if x.dim() != 1 or not x.is_contiguous() or x.dtype != dtype or x.device != device or x.numel() < order.elements:
-        raise ValueError(
-            f"with an order, x is a flat {dtype} buffer of at least {order.elements} elements on {device}, "
-            f"got {x.dtype} {list(x.shape)} on {x.device}"
-        )
 
 
 def gather(tables: Sequence[tuple[Tensor, Tensor]], *, out: Tensor, isa_name: str = "", threads: int = 0) -> None:

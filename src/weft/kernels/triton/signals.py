@@ -138,7 +138,7 @@ def wait(
     Without `late`, the host waits too and a time-out is raised here. With it, the launch returns at once, can be
     captured in a graph, and a time-out sets the flag: call `late.check` before the results are used.
 
-    This has never run on a GPU: it was run in Triton's interpreter and compiled for sm80, sm90 and sm100.
+    This has never run on a GPU: it was run in Triton's interpreter and compiled for the targets of `compile.ARCHS`.
     """
     count = _checked_count(counters, first, count)
     launch.counters(values, "values", first + count, counters.device)
@@ -156,7 +156,7 @@ def wait(
 def tell(counters: Tensor, *, first: int = 0, count: int | None = None) -> None:
     """Adds one to counters[first : first + count], int32, when all that is before it in the stream is done.
 
-    This has never run on a GPU: it was run in Triton's interpreter and compiled for sm80, sm90 and sm100.
+    This has never run on a GPU: it was run in Triton's interpreter and compiled for the targets of `compile.ARCHS`.
     """
     count = _checked_count(counters, first, count)
     if count:

@@ -104,7 +104,7 @@ class _Alone:
     def gather_matmul(
         self, context: Context, x: Tensor, weight: PackedWeight, *, m: int, bias: Tensor | None, plan: str, keep: bool
     ) -> tuple[Tensor, Tensor]:
-        return multiply(x, weight, bias), x if keep else x.new_empty(0, weight.k)
+        return self._multiply(Op.ALL_GATHER, x, weight, bias), x if keep else x.new_empty(0, weight.k)
 
     def matmul_scatter(
         self,
@@ -117,7 +117,7 @@ class _Alone:
         plan: str = "",
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        y = multiply(x, weight, bias)
+        y = self._multiply(op, x, weight, bias)
         if meanwhile is not None:
             meanwhile()
         return y
@@ -125,12 +125,27 @@ class _Alone:
     def matmul_scatter_rows(
         self, context: Context, x: Tensor, weight: PackedWeight, destinations: Tensor, *, bias: Tensor | None, plan: str
     ) -> tuple[Tensor, Tensor]:
-        return multiply(x, weight, bias), torch.tensor([[x.shape[0]]])
+        return self._multiply(Op.ALL_TO_ALL, x, weight, bias), torch.tensor([[x.shape[0]]])
 
     def gather_rows_matmul(
         self, context: Context, x: Tensor, weight: PackedWeight, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return multiply(x, weight, None), x
+        return self._multiply(Op.GATHER_BACK, x, weight, None), x
+
+    def _multiply(self, op: Op, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        """The product; a trace has it as a call, which says why nothing was overlapped."""
+        recorder = record.current()
+        if recorder is None:
+            return multiply(x, weight, bias)
+        m, n, k = x.shape[0], weight.n, weight.k
+        dtype = str(x.dtype).removeprefix("torch.")
+        traced = recorder.call(f"{op.value} {m} x {n} x {k} {dtype}", reason="not overlapped: there is only one rank")
+        try:
+            return _product(x, weight, bias)
+        finally:
+            name, start = "the matmul of a single rank", traced.started
+            traced.add("compute", name, lane="compute", start=start, end=record.now(), flops=2.0 * m * n * k)
+            traced.end()
 
 
 _ALONE = _Alone()
@@ -139,8 +154,13 @@ _ALONE = _Alone()
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """x [M, K] times weight [N, K] + bias on this rank alone."""
     flops = 2.0 * x.shape[0] * weight.n * weight.k
-    with torch.no_grad(), record.span("compute", "the matmul of a single rank", lane="compute", flops=flops):
-        return linear(x.detach(), PackedWeight(weight.data, weight.n, weight.k, weight.isa), bias=bias)
+    with record.span("compute", "the matmul of a single rank", lane="compute", flops=flops):
+        return _product(x, weight, bias)
+
+
+@torch.no_grad()
+def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    return linear(x.detach(), PackedWeight(weight.data, weight.n, weight.k, weight.isa), bias=bias)
 
 
 # Requests and plans -----------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class IncomingCall(MatmulCall):
             self._wait_for_rows()
         else:
             on_error = partial(self._poison, self.call.bank.counters(self.context.rank))
-            job = self.context.sender.start(lambda job: self._receive_all(job, x), on_error=on_error)
+            job = self.context.sender.start(lambda _: self._receive_all(x), on_error=on_error)
         blocks = [self._rows(source, x) for source in self.program.sources]
         start = record.now()
         if blocks:
@@ -170,7 +170,7 @@ class IncomingCall(MatmulCall):
 
     # Receiving ----------------------------------------------------------------------------------------------
 
-    def _receive_all(self, job: WorkerJob, x: Tensor) -> None:
+    def _receive_all(self, x: Tensor) -> None:
         """What the receiving thread does."""
         self._wait_for_sends(self._receive(x))
 

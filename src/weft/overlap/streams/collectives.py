@@ -151,10 +151,6 @@ def _exchange(state: State, step: _Step, x: Tensor, gathered: Tensor) -> None:
         work.wait()
 
 
-# torch 2.13 gave it a new name, and warns of the old one.
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 @dataclass(frozen=True, eq=False)
 class _Tables:
     """A cut on the device. `offsets` are the bytes at which each tile is stored, `strides` the distance of its rows."""
@@ -254,7 +250,7 @@ def reduce_scatter(
     def send(block: Block) -> None:
         mine = received[shard * block.n0 : shard * block.n1].view(shard, block.cols)
         stored = buffer[stored_rows * block.n0 : stored_rows * block.n1].view(stored_rows, block.cols)
-        _REDUCE_SCATTER(mine, stored, group=state.pg)
+        dist.reduce_scatter_single(mine, stored, group=state.pg)
         out[:, block.n0 : block.n1] = mine[: out.shape[0]]
 
     own_bias = bias if state.rank == 0 else None

@@ -9,7 +9,6 @@ W   gradients of weights, from what I kept
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -20,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from weft._torch import version_of
+from weft.kernels.dispatch import without_autocast
 from weft.pipeline.run.microbatch import RandomState, StageInput, replayed, seeded
 from weft.pipeline.run.split import SplitBackward
 from weft.pipeline.schedules.graph import Edge, StageGraph
@@ -304,12 +304,6 @@ def _detached(result: Any) -> Any:
     if isinstance(result, Mapping):
         return {name: _detached(x) for name, x in result.items()}
     return tuple(_detached(x) for x in result) if isinstance(result, tuple | list) else result
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A block for a backward pass, whose operators have the types of the forward pass's, not others of autocast's."""
-    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def _check_loss(loss: Tensor) -> None:

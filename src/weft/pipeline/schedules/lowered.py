@@ -99,11 +99,6 @@ class Lowered:
     ranks: tuple[tuple[Operation, ...], ...]
     transfers: tuple[TensorTransfer, ...]
 
-    def transfers_of(self, rank: int) -> tuple[TensorTransfer, ...]:
-        """Those that the rank sends or receives, in order."""
-        stages = set(self.schedule.stages_of(rank))
-        return tuple(t for t in self.transfers if t.source in stages or t.target in stages)
-
     def supplier(self, edge: Edge, microbatch: int) -> int:
         """The stage that hands the tensor to the edge's target.
 

@@ -1,15 +1,10 @@
-"""Norms with and without a restored order, gathers, rotary positions and gates, against torch in double precision."""
-
-from collections.abc import Iterator
+"""Norms, gathers, rotary positions and gates, against torch in double precision."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from weft.kernels import Tiling
 from weft.kernels import triton as kernels
-from weft.kernels.triton import Order
-from weft.overlap import blocks
 
 WIDTHS = [1, 3, 31, 32, 100, 768]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,12 +21,11 @@ def close(got, want):
     torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)
 
 
-def normed(x, weight, beta, *, rms=False, order=None, rows=None, **options):
+def normed(x, weight, beta, *, rms=False, **options):
     """out, total, mean, rstd; all start as NaN."""
-    shape = x.shape if order is None else (order.m, order.n)
-    out, total = (torch.full(shape, float("nan"), dtype=x.dtype) for _ in range(2))
-    mean, rstd = (torch.full((shape[0],), float("nan")) for _ in range(2))
-    kernels.norm(x, weight, beta, out=out, eps=1e-5, rms=rms, total=total, mean=mean, rstd=rstd, order=order, **options)
+    out, total = (torch.full(x.shape, float("nan"), dtype=x.dtype) for _ in range(2))
+    mean, rstd = (torch.full((x.shape[0],), float("nan")) for _ in range(2))
+    kernels.norm(x, weight, beta, out=out, eps=1e-5, rms=rms, total=total, mean=mean, rstd=rstd, **options)
     return out, total, mean, rstd
 
 
@@ -73,74 +67,6 @@ def test_large_offset_keeps_the_variance():
     x = random(4, 768) + 1000
     want = F.layer_norm(x.double(), [768])
     torch.testing.assert_close(normed(x, None, None)[0].double(), want, atol=3e-4, rtol=3e-4)
-
-
-TILING = Tiling(24, 80, 8, 32)  # the last column of tiles is narrower
-
-
-def of_cut(cut):
-    return Order.of_blocks(cut.tiling, [(b.m0, b.m1, b.n0, b.n1, b.at) for b in cut.blocks])
-
-
-def stored(x, order):
-    """x in the order, put there element by element: the plain twin of what a matmul's epilogue does."""
-    flat = torch.full((order.elements,), float("nan"), dtype=x.dtype)
-    for row in range(order.m):
-        for col in range(order.n):
-            piece = row // order.rows, col // order.cols
-            at = order.starts[piece] + row % order.rows * order.strides[piece] + col % order.cols
-            assert flat[at].isnan()  # no two elements in one place
-            flat[at] = x[row, col]
-    return flat
-
-
-ORDERS = {
-    "tile": lambda: Order.of_tiles(TILING, [4, 0, 7, 8, 1, 2, 6, 3, 5]),
-    "subtile": lambda: Order.of_subtiles(TILING, [[4, 0, 1], [3, 2, 8, 7, 6, 5]], parts=4),
-    "subtoken": lambda: Order.of_subtokens(TILING, [[4, 0, 1], [3, 2, 8, 7, 6, 5]], [i * 7 % 3 for i in range(24)]),
-    "rows of blocks": lambda: of_cut(blocks.cut_rows(TILING, [2, 1], [2, 0, 1])),
-    "columns of blocks": lambda: of_cut(blocks.cut_cols(TILING, [1, 2])),
-}
-
-
-@pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ORDERS)
-def test_a_norm_undoes_the_order(name, dtype, rms):
-    x, residual = random(24, 80, dtype=dtype), random(24, 80, seed=1, dtype=dtype)
-    bias, weight, beta = (random(80, seed=s, dtype=dtype) for s in (2, 3, 4))
-    options = {"bias": bias, "residual": residual, "rms": rms}
-    order = ORDERS[name]()
-    got = normed(stored(x, order), weight, beta, order=order, **options)
-    for g, w in zip(got, normed(x, weight, beta, **options), strict=True):
-        assert torch.equal(g, w)
-
-
-def stored_at(cut: blocks.Cut) -> Iterator[tuple[int, int, int]]:
-    """(row, column, place) of every element: the map that a consumer undoes."""
-    for block in cut.blocks:
-        for row in range(block.m0, block.m1):
-            for col in range(block.n0, block.n1):
-                yield row, col, block.view_at(row) + col - block.n0
-
-
-def test_a_cut_and_its_order_agree():
-    """`overlap` says where each element of a cut is stored; the order made of its blocks must say the same."""
-    for cut in (blocks.cut_rows(TILING, [2, 1], [2, 0, 1]), blocks.cut_cols(TILING, [1, 2])):
-        order = of_cut(cut)
-        for row, col, place in stored_at(cut):
-            piece = row // order.rows, col // order.cols
-            assert order.starts[piece] + row % order.rows * order.strides[piece] + col % order.cols == place
-
-
-def test_a_message_of_subtiles_is_one_run():
-    """Part k of a group, for rank k, lies end to end: what a reduce-scatter of the group needs."""
-    order = Order.of_subtiles(TILING, [[0, 1, 2], [3, 4, 5, 6, 7, 8]], parts=2)
-    owner = torch.arange(24).view(24, 1).expand(24, 80) // 4 % 2
-    flat = stored(owner.float(), order)
-    first = 8 * 80 // 2
-    assert (flat[:first] == 0).all()
-    assert (flat[first : 2 * first] == 1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -221,18 +147,6 @@ ZEROS = torch.zeros(2, 4)
         (lambda: normed(ZEROS, torch.zeros(3), None), r"weight must be .* \[4\]"),
         (lambda: normed(ZEROS, None, None, residual=torch.zeros(3, 4)), r"residual must be .* \[2, 4\]"),
         (lambda: normed(torch.zeros(1, 40_000), None, None), "use torch's own norm"),
-        (
-            lambda: kernels.norm(ZEROS, None, None, out=ZEROS, eps=0, order=ORDERS["tile"]()),
-            r"order must be of \[2, 4\]",
-        ),
-        (
-            lambda: kernels.norm(torch.zeros(9), None, None, out=torch.zeros(24, 80), eps=0, order=ORDERS["tile"]()),
-            "flat torch.float32 buffer of at least 1920",
-        ),
-        (lambda: Order.of_tiles(TILING, [0, 1]), "every tile"),
-        (lambda: Order.of_blocks(TILING, [(0, 8, 0, 80, 0)]), "6 are in none"),
-        (lambda: Order.of_subtiles(TILING, [range(9)], parts=3), "parts must divide"),
-        (lambda: Order.of_subtokens(TILING, [range(9)], [0]), "each of the 24 rows, got 1"),
         (lambda: kernels.gate(ZEROS, activation="tanh", out=torch.zeros(2, 2)), "activation must be one of"),
         (lambda: kernels.gather([], out=ZEROS), "1 to 3 tables, got 0"),
         (lambda: kernels.gather([(ZEROS, torch.zeros(1))], out=ZEROS), "index must be a flat"),

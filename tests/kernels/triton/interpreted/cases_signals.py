@@ -1,37 +1,19 @@
 """Tiles that wait for their input, groups that are signalled, and waits that time out."""
 
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from matmuls import HALF, TILING, K, M, N, run, tensors
 
+sys.path.append(str(Path(__file__).parents[3] / "ranks"))
+from threads import in_thread
+
 from weft.errors import PeerTimeout
 from weft.kernels import Ready, TileSchedule
 from weft.kernels import triton as kernels
-
-
-def in_thread(fn):
-    """Runs fn in a thread; the returned callable joins it and gives its result or raises its error."""
-    box = {}
-
-    def body():
-        try:
-            box["value"] = fn()
-        except Exception as error:
-            box["error"] = error
-
-    thread = threading.Thread(target=body)
-    thread.start()
-
-    def join():
-        thread.join(60)
-        assert not thread.is_alive()
-        if "error" in box:
-            raise box["error"]
-        return box["value"]
-
-    return join
 
 
 def watch(counter, value):
