@@ -73,6 +73,7 @@ class Family:
     describe   reads a base model
     output     the class of transformers.modeling_outputs that the base model returns
     positions  the positions [T] of tokens that say none, (model, tokens, padded ids); None: columns of the padded ids
+    types      the types [T] of tokens that say none, (model, positions); None: zeros
     has_cache  a decoder: it fills a cache of keys and values
     on_ranks   `parallelize` takes it
     stages     how it is cut into pipeline stages
@@ -83,6 +84,7 @@ class Family:
     output: str
     heads: Mapping[str, Head]
     positions: Callable[[Any, Tokens, Tensor | None], Tensor] | None = None
+    types: Callable[[Any, Tensor], Tensor] | None = None
     has_cache: bool = False
     on_ranks: bool = False
     stages: StageNames | None = None

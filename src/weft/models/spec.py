@@ -77,9 +77,13 @@ class Rotary:
     scaling: float = 1.0
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [positions, head_dim / 2]."""
+        """cos and sin of the positions from 0 on, float32 [positions, head_dim / 2]."""
+        return self.tables_at(torch.arange(positions, device=self.inverse_frequencies.device))
+
+    def tables_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same at any positions [n]."""
         inverse = self.inverse_frequencies.float()
-        angles = torch.arange(positions, device=inverse.device).float()[:, None] * inverse[None]
+        angles = positions.float()[:, None] * inverse[None]
         return (angles.cos() * self.scaling).contiguous(), (angles.sin() * self.scaling).contiguous()
 
 

@@ -29,11 +29,13 @@ from weft.packed.inputs import (
     as_output,
     cache_to_fill,
     check_columns,
+    check_past,
     checked_index,
     ends_in_last_column,
     fill_cache,
     first_tokens,
     goes_on,
+    is_flat,
     last_tokens,
     pack_inputs,
     packed_labels,
@@ -47,7 +49,7 @@ from weft.transformer.call import Extras, Inputs
 
 def pack_base(model: nn.Module, family: Family, dropout: AttentionDropout) -> nn.Module:
     """The packed twin of a base model."""
-    twin: Any = twin_of(model, PackedBase, {"_weft": (family, dropout), "weft_flattens": True})
+    twin: Any = twin_of(model, PackedBase, {"_weft": (family, dropout), "weft_splits": family.has_cache})
     twin.weft_engine().model  # noqa: B018  # raises now if the model cannot be packed
     return twin  # type: ignore[no-any-return]
 
@@ -78,11 +80,11 @@ _INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "outp
 class PackedBase(Twin):
     """Mixed into the class of a base model. `_weft` is (family, whether attention weights are dropped).
 
-    `weft_flattens`: it takes rows that hold several texts.
+    `weft_splits`: position_ids that do not rise by 1 begin another text, as in Hugging Face's decoders.
     """
 
     _weft: tuple[Family, AttentionDropout]
-    weft_flattens = False
+    weft_splits: bool
 
     def weft_engine(self) -> Engine:
         module: Any = self
@@ -96,7 +98,7 @@ class PackedBase(Twin):
         model = self.weft_engine().model
         assert model.embedding is not None
         supported = _INPUTS | set(model.embedding.names) | (CACHE_ARGUMENTS if family.has_cache else set())
-        reject(arguments, supported | (MARKS if self.weft_flattens else set()), self)
+        reject(arguments, supported | MARKS, self)
         batch, padded = self.weft_pack(arguments)
         self._check_holes(batch, model)
         positions = self._positions(batch, padded, arguments)
@@ -104,17 +106,14 @@ class PackedBase(Twin):
         given = {"input_ids": batch.values, "position_ids": positions}
         indices = []
         for name, table in zip(model.embedding.names, model.embedding.tables, strict=True):
-            index = given[name] if name in given else packed_like(batch, arguments.get(name), name)
+            index = given[name] if name in given else self._others(batch, arguments, name, positions)
             is_vectors = name == "input_ids" and vectors is not None
             indices.append(index if is_vectors else checked_index(index, name, table.shape[0]))
         if vectors is not None and vectors.shape[1:] != (model.width,):
             raise ValueError(
                 f"inputs_embeds must have shape [batch, length, {model.width}], got {list(vectors.shape[1:])} a token"
             )
-        farthest = int(positions.max()) if batch.tokens else 0
-        inputs = Inputs(
-            batch.cu_seqlens, batch.tokens, tuple(indices), vectors, positions.contiguous(), farthest, model
-        )
+        inputs = Inputs.at(batch.cu_seqlens, batch.tokens, tuple(indices), vectors, positions, model)
         cache = (
             cache_to_fill(self, arguments, batch, self.weft_engine().is_differentiable(inputs))
             if family.has_cache
@@ -124,7 +123,7 @@ class PackedBase(Twin):
 
     def weft_pack(self, arguments: dict[str, Any]) -> tuple[PackedBatch, Tensor | None]:
         """The tokens of a call, and the padded ids where there are some."""
-        return pack_inputs(arguments, positions_split=self.weft_flattens and self._weft[0].has_cache)
+        return pack_inputs(arguments, positions_split=self.weft_splits)
 
     def _wants_states(self, arguments: dict[str, Any]) -> bool:
         config: Any = self.config  # type: ignore[attr-defined]
@@ -139,12 +138,18 @@ class PackedBase(Twin):
             return batch.columns if family.positions is None else family.positions(self, batch, padded).to(torch.int64)
         if given.dim() == 2 and given.shape[0] == 1:
             given = given.expand(batch.padded_shape[0], -1)
-        positions = packed_like(batch, given, "position_ids")
+        positions = packed_like(batch, given, "position_ids", flat=is_flat(arguments))
         if batch.tokens and int(positions.min()) < 0:
             raise ValueError(f"position_ids must be >= 0, got {int(positions.min())}")
         if not isinstance(arguments.get("input_ids"), PackedBatch):  # which says itself where texts end
             check_positions(batch.cu_seqlens, positions)
         return positions
+
+    def _others(self, batch: PackedBatch, arguments: dict[str, Any], name: str, positions: Tensor) -> Tensor:
+        family, given = self._weft[0], arguments.get(name)
+        if given is None and family.types is not None and name == "token_type_ids":
+            return family.types(self, positions)
+        return packed_like(batch, given, name, flat=is_flat(arguments))
 
     @staticmethod
     def _check_holes(batch: PackedBatch, model: Transformer) -> None:
@@ -159,6 +164,7 @@ class PackedBase(Twin):
         """The output of the base model: padded for padded inputs, packed [T, width] for a `PackedBatch`."""
         given = arguments.get("input_ids")
         if goes_on(arguments):  # one new token for each sequence has no padding: the model's own code is as good
+            check_past(arguments)
             return original(self, **arguments)
         prepared = given if isinstance(given, PackedCall) else self.weft_prepare(arguments)
         extras = Extras([] if prepared.wants_states else None, None if prepared.cache is None else [])
@@ -261,7 +267,7 @@ class PackedHead(Twin):
                 f"pad on the left, as generation needs it"
             )
         if self._weft_head in _BY_TOKEN and arguments.get("labels") is not None:
-            packed_labels(batch, arguments["labels"], self._weft_head)
+            packed_labels(batch, arguments["labels"], self._weft_head, flat=False)
 
     def _token_by_token(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if getattr(self.config, "sparse_prediction", False):  # type: ignore[attr-defined]
@@ -270,7 +276,8 @@ class PackedHead(Twin):
         prepared = base.weft_prepare({k: v for k, v in arguments.items() if k not in HEAD_ARGUMENTS})
         rest = {k: v for k, v in arguments.items() if k in HEAD_ARGUMENTS and v is not None}
         if "labels" in rest:
-            rest["labels"] = packed_labels(prepared.batch, rest["labels"], self._weft_head)[None]
+            labels, flat = rest["labels"], is_flat(arguments)
+            rest["labels"] = packed_labels(prepared.batch, labels, self._weft_head, flat=flat)[None]
         output = original(self, **{**rest, "input_ids": prepared, "return_dict": True})
 
         def place(states: Tensor) -> Tensor:

@@ -60,6 +60,11 @@ def pack_inputs(arguments: dict[str, Any], *, positions_split: bool = False) -> 
     return batch, padded if vectors is None else None
 
 
+def is_flat(arguments: dict[str, Any]) -> bool:
+    """Whether a call brings a `PackedBatch`, so that what else it has of each token may be [T]."""
+    return isinstance(arguments.get("input_ids"), PackedBatch)
+
+
 def checked_vectors(vectors: Any) -> Tensor:
     if not isinstance(vectors, Tensor) or vectors.dim() != 3 or not vectors.is_floating_point():
         got = f"{vectors.dtype} {list(vectors.shape)}" if isinstance(vectors, Tensor) else type(vectors).__name__
@@ -113,15 +118,15 @@ def ends_in_last_column(batch: PackedBatch) -> bool:
     return int(last) == batch.padded_shape[0]
 
 
-def packed_labels(batch: PackedBatch, labels: Tensor, kind: HeadKind) -> Tensor:
-    """[T]. Raises where the padded model would count a loss on what it computed of padding."""
-    packed = packed_like(batch, labels, "labels")
+def packed_labels(batch: PackedBatch, labels: Tensor, kind: HeadKind, *, flat: bool) -> Tensor:
+    """[T]; `flat` as of `packed_like`. Raises where the padded model would count a loss on padding."""
+    packed = packed_like(batch, labels, "labels", flat=flat)
     if labels.dim() == 2 and int((labels != IGNORED_LABEL).sum()) != int((packed != IGNORED_LABEL).sum()):
         raise ValueError(f"labels of padding must be {IGNORED_LABEL}, so that they do not count in the loss")
     if kind is not HeadKind.NEXT_TOKEN:
         return packed
     # A label is predicted from the token before it; the first of a sequence has none, or padding.
-    gap = torch.ones(batch.tokens, dtype=torch.bool)
+    gap = torch.ones(batch.tokens, dtype=torch.bool, device=packed.device)
     gap[1:] = (batch.padded_index.diff() != 1) | (batch.positions[1:] == 0)
     if bool((gap & (batch.columns > 0) & (packed != IGNORED_LABEL)).any()):
         raise ValueError(
@@ -150,14 +155,14 @@ def checked_mask(mask: Any) -> Tensor | None:
     return mask
 
 
-def packed_like(batch: PackedBatch, given: Any, name: str) -> Tensor:
-    """What was given for each token, [T] or padded like the ids; zeros for None."""
+def packed_like(batch: PackedBatch, given: Any, name: str, *, flat: bool) -> Tensor:
+    """What was given for each token, padded like the ids, or [T] where the ids came `flat`; zeros for None."""
     if given is None:
         return torch.zeros(batch.tokens, dtype=torch.int64, device=batch.values.device)
     if not isinstance(given, Tensor) or given.is_floating_point():
         got = given.dtype if isinstance(given, Tensor) else type(given).__name__
         raise ValueError(f"{name} must be whole numbers, got {got}")
-    if given.shape == (batch.tokens,):
+    if flat and given.shape == (batch.tokens,):
         return given.to(torch.int64)
     if tuple(given.shape) != batch.padded_shape:
         raise ValueError(f"{name} must have shape {list(batch.padded_shape)} like input_ids, got {list(given.shape)}")
@@ -291,4 +296,27 @@ def fill_cache(cache: Any, batch: PackedBatch, keys_values: list[tuple[Tensor, T
     for layer, pair in enumerate(keys_values):
         k, v = (batch.with_values(t).to_padded().transpose(1, 2) for t in pair)
         cache.update(k, v, layer)
+    real = batch.real()
+    if not bool(real.all()):
+        cache.weft_real = real
     return cache
+
+
+def check_past(arguments: dict[str, Any]) -> None:
+    """Raises where a call that goes on with a cache of `fill_cache` sees what was padding then."""
+    cache, mask = arguments["past_key_values"], arguments.get("attention_mask")
+    real = getattr(cache, "weft_real", None)
+    if real is None:
+        return
+    real = real[:, : int(cache.get_seq_length())]
+    check_hidden(~real, torch.ones_like(real) if mask is None else mask, "the cache")
+
+
+def check_hidden(padding: Tensor, mask: Tensor, what: str) -> None:
+    """Raises unless `mask` [B, columns or more] is 0 wherever there is padding [B, columns]."""
+    rows, columns = padding.shape
+    if mask.dim() != 2 or mask.shape[0] != rows or bool((padding & (mask[:, :columns] != 0)).any()):
+        raise Unsupported(
+            f"{what} holds padding, which was not computed, and this call would read it; pass an attention_mask "
+            f"[{rows}, columns of the cache and new ones] that is 0 where it was 0 before"
+        )

@@ -93,7 +93,7 @@ def _share(model: nn.Module, family: Family, mesh: DeviceMesh, overlap: str) -> 
     ranks = Ranks(mesh, _group(mesh, overlap))
     # Nobody fills a cache of another model's form.
     shared = (replace(family, has_cache=False), AttentionDropout.MODEL)
-    become(base, ParallelBase, {"_weft": shared, "_weft_ranks": ranks})
+    become(base, ParallelBase, {"_weft": shared, "_weft_ranks": ranks, "weft_splits": family.has_cache})
     attributes = {"_weft_ranks": ranks, "_weft_base": inner}
     if head is not None and vocabulary is None:
         become(model, ParallelHead, {**attributes, "_weft_head": head.kind})

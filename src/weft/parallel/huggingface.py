@@ -131,7 +131,7 @@ class ParallelVocabulary(ParallelModel):
         prepared: PackedCall = base.weft_prepare({k: v for k, v in arguments.items() if k not in _HEAD_ARGUMENTS})
         batch, packed = prepared.batch, isinstance(arguments.get("input_ids"), PackedBatch)
         labels, config = arguments.get("labels"), self.config  # type: ignore[attr-defined]
-        targets = None if labels is None else self._targets(batch, labels)
+        targets = None if labels is None else self._targets(batch, labels, flat=packed)
         keep = rows_to_keep(batch, arguments.get("logits_to_keep", 0), packed=packed)
         if keep is not None and labels is not None:
             raise Unsupported(
@@ -211,15 +211,15 @@ class ParallelVocabulary(ParallelModel):
             cache = ParallelCache(program.cache(slots=batch.sequences, capacity=int(batch.lengths.max()) + _ROOM))
         hidden = program.run(prepared.inputs, cache=None if cache is None else cache.held, rows=rows)
         if cache is not None:
-            cache.columns += batch.padded_shape[1]
+            cache.add(batch.real())
         fields: dict[str, Any] = {"logits": _placed(batch, whole_logits(program, hidden), packed, keep)}
         if cache is not None:
             fields["past_key_values"] = cache
         return as_output(self._weft_output, fields, config, arguments)
 
-    def _targets(self, batch: PackedBatch, labels: Tensor) -> Tensor:
+    def _targets(self, batch: PackedBatch, labels: Tensor, *, flat: bool) -> Tensor:
         """[T]: what each token must predict."""
-        targets = packed_labels(batch, labels, self._weft_head)
+        targets = packed_labels(batch, labels, self._weft_head, flat=flat)
         if self._weft_head is HeadKind.NEXT_TOKEN:
             targets = torch.cat([targets[1:], targets.new_full((min(1, batch.tokens),), IGNORED_LABEL)])
         check_targets(targets, self.weft_engine().vocabulary)
@@ -264,7 +264,7 @@ def alike(model: nn.Module, ranks: Ranks) -> Iterator[None]:
 class ParallelCache:
     """The keys and values of this rank's heads, with what Hugging Face's `generate` asks of a cache.
 
-    `columns` counts the columns of the padded inputs so far; `held` knows how many real tokens each row has.
+    `real` [rows, columns] says where the padded inputs so far had tokens; `held` has these and nothing else.
     """
 
     is_compileable = False
@@ -272,7 +272,16 @@ class ParallelCache:
 
     def __init__(self, held: RankCache) -> None:
         self.held = held
-        self.columns = 0
+        self.real = torch.ones(held.slots, 0, dtype=torch.bool)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the padded inputs so far."""
+        return self.real.shape[1]
+
+    def add(self, real: Tensor) -> None:
+        """The columns [rows, S] of one more call are in `held`."""
+        self.real = torch.cat([self.real, real], 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns, padding included, as the length of the attention mask counts them."""
@@ -285,6 +294,7 @@ class ParallelCache:
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i]."""
         self.held.select(beam_idx)
+        self.real = self.real[beam_idx]
 
     def crop(self, tokens_to_remove: int) -> None:
         raise Unsupported("assisted decoding, which takes tokens back, is not supported with a parallel model's cache")
@@ -315,6 +325,12 @@ def _of_new_columns(arguments: dict[str, Any], past: ParallelCache | None) -> di
                 f"for each of the {past.columns} in the cache and the {columns} new ones"
             )
         rest["attention_mask"] = mask[:, past.columns :]
+    shown = torch.ones_like(past.real) if mask is None else mask[:, : past.columns] != 0
+    if not torch.equal(shown, past.real):
+        raise Unsupported(
+            f"attention_mask shows other tokens of the {past.columns} columns in the cache than when they were computed"
+            "; it must be the same there, with columns for the new tokens behind"
+        )
     if rest.get("position_ids") is None:
         rest["position_ids"] = (past.columns + torch.arange(columns))[None].expand(new.shape[0], -1)
     return rest
@@ -325,10 +341,13 @@ def _wants_cache(config: Any, arguments: dict[str, Any], batch: PackedBatch, *, 
     given, wanted = arguments.get("past_key_values"), arguments.get("use_cache")
     if given is not None and not hasattr(given, "get_seq_length"):
         raise Unsupported(f"past_key_values must be a cache, got {type(given).__name__}")
+    several = batch.is_flattened
     if wanted is None:
-        wanted = given is not None or (config.use_cache and not packed)
+        wanted = given is not None or (config.use_cache and not packed and not several)
     if not wanted or not batch.tokens:
         return False
     if packed:
         raise Unsupported("use_cache: a cache goes with padded input_ids; weft.generate takes lists of any lengths")
+    if several:
+        raise Unsupported("use_cache: a cache holds one text a row, but rows hold several here; pass them row by row")
     return True

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from weft.kernels.door import check_offsets, index_at, rows_at
-from weft.models.spec import Transformer
-from weft.transformer.memory import RankCache, Workspace
+from weft.models.spec import Rotary, Transformer
+from weft.transformer.memory import RankCache, Tables, Workspace
+
+_TABLED = 1 << 17  # positions up to here have tables of their own
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +26,9 @@ class Inputs:
     """What one call computes on: `indices`, an int64 [T] for each embedding table, or `vectors` [T, width].
 
     Where the model has an embedding, vectors stand for the rows of its first table, and the first index is not used.
-    `positions` [T] are for rotary embeddings; `farthest` is the largest. `model` is the description for which the call
-    was prepared, where it was: then its indices are within the tables of that.
+    `positions` [T] are for rotary embeddings; `farthest` is the largest. Where they are few and far, they count in
+    `distinct`, which holds the positions themselves: tables up to the farthest would fill the memory. `model` is the
+    description for which the call was prepared, where it was: then its indices are within the tables of that.
     """
 
     cu_seqlens: Tensor
@@ -35,11 +38,30 @@ class Inputs:
     positions: Tensor | None = None
     farthest: int = 0
     model: Transformer | None = None
+    distinct: Tensor | None = None
+
+    @classmethod
+    def at(
+        cls, cu_seqlens: Tensor, tokens: int, indices: tuple[Tensor, ...], vectors: Tensor | None, positions: Tensor,
+        model: Transformer | None = None,
+    ) -> Inputs:  # fmt: skip
+        """Tokens at any positions [T]."""
+        farthest, distinct = int(positions.max()) if tokens else 0, None
+        if farthest >= max(_TABLED, 4 * tokens):
+            distinct, positions = torch.unique(positions, return_inverse=True)
+        return cls(cu_seqlens, tokens, indices, vectors, positions.contiguous(), farthest, model, distinct)
+
+    def rotated(self, rotary: Rotary, tables: Tables | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin by which positions are rotated; from `tables`, if these keep some."""
+        if self.distinct is not None:
+            return rotary.tables_at(self.distinct)
+        count = self.farthest + 1
+        return rotary.tables(count) if tables is None else tables.of_rotary(rotary, count)
 
     def tensors(self) -> list[Tensor]:
         """All that is used of what was given."""
         given = [self.cu_seqlens, *self.indices[0 if self.vectors is None else 1 :]]
-        return given + [t for t in (self.vectors, self.positions) if t is not None]
+        return given + [t for t in (self.vectors, self.positions, self.distinct) if t is not None]
 
     def __str__(self) -> str:
         """In words that ranks compare before anything moves."""
@@ -173,7 +195,8 @@ def _check_inputs(work: Workspace, inputs: Inputs) -> None:
     if work.has_rotary:
         if inputs.positions is None:
             raise ValueError("a model with rotary embeddings needs the position of each token")
-        index_at(inputs.positions, count=tokens, below=inputs.farthest + 1, what="positions")
+        below = inputs.farthest + 1 if inputs.distinct is None else inputs.distinct.numel()
+        index_at(inputs.positions, count=tokens, below=below, what="positions")
 
 
 def check_vectors(inputs: Inputs, width: int, dtype: torch.dtype) -> None:

@@ -197,7 +197,7 @@ class Pass:
         d, at = a.head_dim, self.at["qkv"] + first * n * self.size
         if a.rotary is not None:
             assert self.inputs.positions is not None
-            cos, sin = self.work.tables.of_rotary(a.rotary, self.inputs.farthest + 1)
+            cos, sin = self.inputs.rotated(a.rotary, self.work.tables)
             _core.rotary(
                 self.kernels, self.code, (at, n), (at, n), a.heads + a.kv_heads, d, cos.data_ptr(), sin.data_ptr(),
                 self.inputs.positions.data_ptr() + 8 * first, 1.0, count, self.threads,

@@ -164,7 +164,7 @@ def _attention(a: Attention, x: Tensor, call: TrainingCall) -> Tensor:
     qkv = call.ops.column(a.qkv, x).view(inputs.tokens, a.heads + 2 * a.kv_heads, a.head_dim)
     if a.rotary is not None:
         assert inputs.positions is not None
-        cos, sin = a.rotary.tables(inputs.farthest + 1)
+        cos, sin = inputs.rotated(a.rotary)
         qkv = rotary(qkv, cos, sin, inputs.positions, heads=a.heads + a.kv_heads)
     if call.extras.keys_values is not None:
         call.extras.keys_values.append(split_heads(qkv, a.heads, a.kv_heads)[1:])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.errors import Unsupported
 from weft.models.family import (
     Drops,
     Family,
@@ -99,6 +100,26 @@ def _distilbert_layer(layer: Any, drops: Drops) -> Layer:
     )  # fmt: skip
 
 
+def buffered_positions(model: Any, batch: Tokens, padded_ids: Tensor | None) -> Tensor:
+    """BERT looks its positions up in a buffer, which holds 0, 1, 2, ... until somebody writes to it."""
+    return _looked_up(model.embeddings, "position_ids", batch.columns, beyond=batch.columns)
+
+
+def buffered_types(model: Any, positions: Tensor) -> Tensor:
+    """And the types of tokens by their positions, in one that holds zeros."""
+    return _looked_up(model.embeddings, "token_type_ids", positions, beyond=torch.zeros_like(positions))
+
+
+def _looked_up(embeddings: Any, name: str, index: Tensor, *, beyond: Tensor) -> Tensor:
+    """What a buffer [1, positions] holds at each index; `beyond` where it is too short, or there is none."""
+    buffer: Tensor | None = getattr(embeddings, name, None)
+    if buffer is None or (index.numel() and int(index.max()) >= buffer.shape[-1]):
+        return beyond
+    if buffer.dim() != 2 or buffer.shape[0] != 1:
+        raise Unsupported(f"the buffer {name} of the embeddings is {list(buffer.shape)}, expected [1, positions]")
+    return buffer[0][index].to(torch.int64)
+
+
 def roberta_positions(model: Any, batch: Tokens, padded_ids: Tensor | None) -> Tensor:
     """RoBERTa counts the tokens that are not padding, from padding_idx + 1 on; padding tokens get padding_idx."""
     pad: int = model.embeddings.padding_idx
@@ -128,7 +149,9 @@ _POOLED = "BaseModelOutputWithPoolingAndCrossAttentions"
 BERT = Family(
     "BertModel", describe_bert, _POOLED,
     {**encoder_heads("Bert"), "BertForMaskedLM": Head(HeadKind.TOKENS, masked_head)},
-    on_ranks=True,
+    buffered_positions, buffered_types, on_ranks=True,
 )  # fmt: skip
-ROBERTA = Family("RobertaModel", describe_bert, _POOLED, encoder_heads("Roberta"), roberta_positions)
-DISTILBERT = Family("DistilBertModel", describe_distilbert, "BaseModelOutput", encoder_heads("DistilBert"))
+ROBERTA = Family("RobertaModel", describe_bert, _POOLED, encoder_heads("Roberta"), roberta_positions, buffered_types)
+DISTILBERT = Family(
+    "DistilBertModel", describe_distilbert, "BaseModelOutput", encoder_heads("DistilBert"), buffered_positions
+)
