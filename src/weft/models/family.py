@@ -307,7 +307,7 @@ _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_
 def check_attention(config: Any) -> None:
     """Raises where the model is told to compute attention by something that is not transformers' own."""
     name = getattr(config, "_attn_implementation", None)
-    if name is None or name == "eager":
+    if name in (None, "eager", "weft"):  # the last is `weft.packed.registry`, the same attention
         return
     table: Any = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     function = table.get(name)

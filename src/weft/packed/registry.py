@@ -5,8 +5,9 @@ flattened rows save everything. A mask function and an attention function work t
 transformers knows of a call (a padding mask, texts that lie end to end in a row, causal or not, a window) into a table
 of numbers, which any layer may hand on, copy or detach:
 
-    [MARK, left, right, queries | number of each query's text | number of each key's text]     int64 [B, 4 + S + K]
+    [MARK, left, right, queries | number of each query's text | number of each key's text]   int64 [B, 1, 1, 4 + S + K]
 
+Four dims, because transformers hands such masks on as they are, and takes two for a padding mask.
 Number 0 is padding: such keys are not seen, and such queries give zeros. The second packs q, k and v by the table and
 puts its output where the queries were. Without padding and a cache, the numbers of queries and keys are the same. A
 query of a bidirectional model is never taken for padding: the mask may be that of another text (cross-attention).
@@ -112,7 +113,7 @@ def registry_mask(
     if queries.shape[1] != q_length:
         raise Unsupported(f"{q_length} queries from key {first} on, but there are {kv_length} keys")
     head = keys.new_tensor([_MARK, sight.left, sight.right, q_length]).expand(batch_size, _HEADER)
-    return torch.cat([head, queries, keys], 1)
+    return torch.cat([head, queries, keys], 1)[:, None, None]
 
 
 def _sight(function: Any, seen: _Sight) -> _Sight:
@@ -136,8 +137,9 @@ def _sight(function: Any, seen: _Sight) -> _Sight:
         return replace(seen, texts=inside["packed_sequence_mask"])
     if known and name == "remap_positions_for_packed_sequence.<locals>.inner_mask":
         return _sight(inside["mask_function"], seen)
+    shown = name.replace("<locals>.", "")
     raise Unsupported(
-        f'attn_implementation="weft": the mask {name.split(".")[0]} is not supported; supported are causal and '
+        f'attn_implementation="weft": the mask {shown} is not supported; supported are causal and '
         f'bidirectional attention, sliding windows and texts side by side; use attn_implementation="sdpa"'
     )
 
@@ -214,12 +216,13 @@ def _table(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, argume
     (batch, _, length, _), keys = query.shape, key.shape[2]
     if mask is not None:
         columns = _HEADER + length + keys
-        if mask.dim() != 2 or tuple(mask.shape) != (batch, columns) or bool((mask[:, 0] != _MARK).any()):
+        if tuple(mask.shape) != (batch, 1, 1, columns) or bool((mask[..., 0] != _MARK).any()):
             raise Unsupported(
                 f'attn_implementation="weft" got a mask of shape {list(mask.shape)} that transformers did not make for '
                 f"it (a mask of 4 dims of your own, or the model makes its own); pass attention_mask [batch, length], "
                 f'or use attn_implementation="sdpa"'
             )
+        mask = mask[:, 0, 0]
     elif causal and length not in (1, keys):
         raise Unsupported(
             f'attn_implementation="weft": {length} queries to {keys} keys without a mask; it is not clear which keys '
