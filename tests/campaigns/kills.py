@@ -39,7 +39,8 @@ LIMIT = 120.0  # of a case: only a hang reaches it
 _KILLER = """
 import os, signal, sys, time
 pid, how, after, end = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
-sys.stdin.readline()
+if not sys.stdin.readline():
+    sys.exit()  # the rank ended before its time had come, and says why
 time.sleep(after)
 os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 if how == "stopped":
