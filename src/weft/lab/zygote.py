@@ -274,7 +274,7 @@ class _Watch:
                 raise CallerGone
             process = key.data
             if key.fileobj is not process.reports:
-                self._bury(process)
+                self._reap(process)
             elif not process.heard:
                 self._hear(process)
         self.seen = now
@@ -286,11 +286,11 @@ class _Watch:
         process.heard = True
         self.selector.unregister(process.reports)
 
-    def _bury(self, process: _Process) -> None:
+    def _reap(self, process: _Process) -> None:
         self.selector.unregister(process.pidfd)
         process.exited = True
         if not process.heard and process.reports.poll():
-            self._hear(process)  # its last word came with its death
+            self._hear(process)  # its report arrived with its exit
         _, status = os.waitpid(process.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         if process.ending is None or (code != 0 and process.ending.how is How.RETURNED):
