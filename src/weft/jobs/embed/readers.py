@@ -96,7 +96,8 @@ def _decode(line: _Line) -> str | BadRecord:
     try:
         return line.data.decode("utf-8-sig" if line.number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        return BadRecord(line.number, f"not UTF-8: byte {error.start + 1} of the line is 0x{line.data[error.start]:02x}")
+        byte = line.data[error.start]
+        return BadRecord(line.number, f"not UTF-8: byte {error.start + 1} of the line is 0x{byte:02x}")
 
 
 def _txt(lines: Iterable[_Line]) -> Iterator[Record]:
