@@ -137,7 +137,7 @@ def replaced_modules(size: int) -> None:
     attention.q_proj = Adapter(mine)
     refused(shared, "Adapter")
     attention.q_proj = nn.Linear(72, 72, bias=False)
-    refused(shared, "a parameter is no DTensor; it was replaced after parallelize")
+    refused(shared, "a parameter is not a DTensor; it was replaced after parallelize")
     attention.q_proj = mine
     same(alone, shared)
     whole, shared.model = shared.model, build("Llama").model

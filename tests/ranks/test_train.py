@@ -169,7 +169,7 @@ def differ(job: TrainJob) -> None:
 
 def end_in_nan(job: TrainJob) -> None:
     """A rate that is far too large: the run ends by name, and what is saved are numbers."""
-    with pytest.raises(WeftError, match=r"step \d+ has (loss nan|gradients that are no n\w+), expected numbers"):
+    with pytest.raises(WeftError, match=r"step \d+ has (loss nan|gradients that are not n\w+), expected numbers"):
         train(replace(job, lr=1e30, every=1, steps=10))
     assert train(replace(job, steps=0, resume=True)).losses == []
 

@@ -139,7 +139,7 @@ def test_lost_rows_are_named(tmp_path):
 def test_bad_records_are_fatal_or_skipped(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.npy"
     source.write_text('{"text": "ab"}\n{"tex\n{"text": "c"}\n{"text": 3}\n')
-    with pytest.raises(ValueError, match=r"line 2 of the input cannot be read: no JSON"):
+    with pytest.raises(ValueError, match=r"line 2 of the input cannot be read: not JSON"):
         run(EmbedOptions(source, out), Counting())
     done = run(EmbedOptions(source, out, skip_bad=True), Counting())
     assert np.array_equal(np.load(out), expected(["ab", "c"]))

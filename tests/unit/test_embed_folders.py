@@ -142,7 +142,7 @@ def test_prompts_that_are_refused(tmp_path):
         Encoder(path, prompt_name="nope")
     with pytest.raises(ValueError, match=r"expected one of them"):
         Encoder(path, prompt="a", prompt_name="query")
-    with pytest.raises(ValueError, match=r"no UTF-8"):
+    with pytest.raises(ValueError, match=r"not UTF-8"):
         Encoder(path, prompt="\udcff")
 
 

@@ -36,7 +36,7 @@ def test_txt():
 def test_bad_bytes_are_one_bad_line():
     found = records(b"ok\n\xff\xfe\nok", "txt")
     assert good(found) == [(1, "ok"), (3, "ok")]
-    assert found[1].reason == "no UTF-8: byte 1 of the line is 0xff"
+    assert found[1].reason == "not UTF-8: byte 1 of the line is 0xff"
 
 
 def test_long_lines_are_skipped_without_holding_them():
@@ -60,7 +60,7 @@ def test_jsonl():
     assert {r.line: r.reason for r in found if isinstance(r, BadRecord)} == {
         3: "no key 'text'; there are 'id'",
         5: "the text is int, not a string",
-        6: "no JSON: Expecting ':' delimiter: line 1 column 8 (char 7)",
+        6: "not JSON: Expecting ':' delimiter: line 1 column 8 (char 7)",
         7: "the text holds half of a surrogate pair",
     }
 
@@ -90,7 +90,7 @@ def test_parquet():
     ("data", "kind", "message"),
     [
         (b"id\n1\n", "csv", r"no column 'text'; there are 'id'"),
-        (b"not parquet", "parquet", r"no Parquet file"),
+        (b"not parquet", "parquet", r"not a Parquet file"),
         (b"x", "pdf", r"expected one of txt, jsonl, csv, parquet"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_bad_line_makes_its_whole_record_bad():
 
 
 def test_a_header_that_cannot_be_read_is_not_skipped():
-    with pytest.raises(ValueError, match=r"header of the input cannot be read: no UTF-8"):
+    with pytest.raises(ValueError, match=r"header of the input cannot be read: not UTF-8"):
         records(b"\xff,text\ntext,id\na,b\n", "csv")
 
 

@@ -88,3 +88,33 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     here = [*starts, SOURCE / page.stem, *(start / folder for start in starts for folder in said)]
     wrong = {name for name in names if not any((folder / name).exists() for folder in here)}
     assert not wrong
+
+
+def reads_of_the_environment(tree: ast.AST) -> list[int]:
+    """The lines that read `os.environ`; to set a variable for a library is no reading."""
+    written = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    }
+    names = ("environ", "environb", "getenv")
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in names]
+    imported = [
+        node for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & set(names)
+    ]  # fmt: skip
+    return [node.lineno for node in [*found, *imported] if id(node) not in written]
+
+
+def test_only_what_people_start_reads_the_environment() -> None:
+    """Groups, sizes and switches are arguments; a variable is read by the command line, a job or vLLM's plugin."""
+    found = {
+        place(path): lines
+        for path in FILES
+        if path.relative_to(SOURCE).parts[0] not in ("cli", "jobs", "vllm")
+        and (lines := reads_of_the_environment(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert not found
+
+
+def test_a_read_of_the_environment_is_seen() -> None:
+    code = "import os\nos.environ['A'] = '1'\nx = os.environ['A']\ny = os.getenv('B')\nz = os.environ.get('C')\n"
+    assert reads_of_the_environment(ast.parse(f"{code}from os import environ")) == [3, 4, 5, 6]

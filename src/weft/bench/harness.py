@@ -269,7 +269,7 @@ def _round(
 
 
 def _time(system: System, calls: int, *, clock: Callable[[], float]) -> float:
-    """Seconds of `calls` calls, without Python's garbage collector, which would strike at random."""
+    """Seconds of `calls` calls, without Python's garbage collector, which would run at random times."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -275,7 +275,7 @@ def bench(
 def trace_show(
     files: Annotated[list[Path], typer.Argument(help="Saved traces; several are drawn one above the other.")],
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page here.")] = None,
-    width: Annotated[int | None, typer.Option(help="Columns; the terminal's unless told.")] = None,
+    width: Annotated[int | None, typer.Option(help="Columns; the terminal's by default.")] = None,
 ) -> None:
     """Draw saved traces and sum them up."""
     from weft.report import timeline_page

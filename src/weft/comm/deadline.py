@@ -25,13 +25,13 @@ from weakref import WeakKeyDictionary
 
 from weft.errors import LONGEST_SECONDS
 
-if TYPE_CHECKING:  # this module is imported by those who do without torch
+if TYPE_CHECKING:  # the table must import without torch
     from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How long a kind of wait lasts unless told: `seconds`, or `first` for the first one on a process group.
+    """How long a kind of wait lasts by default: `seconds`, or `first` for the first one on a process group.
 
     Ranks come to their first call minutes apart, because one of them still reads its weights, or imports.
     """
@@ -62,20 +62,28 @@ class Limit:
         return self.first if is_first else self.seconds
 
 
-# The kinds of wait that there were on each process group, by name.
-_begun: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
-_lock = threading.Lock()
-
-
+# The table.
 RESHARD = Limit("reshard", 60.0, first=300.0)
 PIPELINE = Limit("pipeline", 300.0)  # for one tensor; a stage may compute for minutes
 FILES = Limit("files", 60.0)  # for the other ranks, not for the disk
 TRAIN = Limit("train", 60.0)
 ROWS = Limit("rows of a matmul", 60.0)  # of a kernel that is called by itself
+PROBE = Limit("a probe of the machine", 60.0)
+STORE = Limit("an answer of the store", 1.0)  # beyond a deadline, where there is one: a server that hangs never answers
+THREAD_END = Limit("the end of a thread", 5.0)  # on top of its deadline, which every wait of it has
 VLLM = Limit("vllm", 300.0)
 LAB_RUN = Limit("a run in the lab", 60.0)
 LAB_START = Limit("the start of the lab", 120.0)  # one import of torch, on a machine whose disk is cold
+LAB_ANSWER = Limit("the lab's answer", 30.0)  # on top of a run's timeout: the ranks are stopped first
+LAB_CONNECT = Limit("a connection in the lab", 30.0)
+LAB_GRACE = Limit("ranks of the lab", 2.0)  # to raise by themselves after another's failure, and to exit after the end
+LAB_STACKS = Limit("stacks of hanging ranks", 2.0)  # one that is stopped (SIGSTOP) never writes them
+LAB_END = Limit("the end of the lab", 5.0)  # it goes by itself when the control socket closes
 COMMAND = Limit("a command in the lab", 600.0)
+
+# The kinds of wait that there were on each process group, by name.
+_begun: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -197,7 +205,7 @@ class _Job:
 
     def run(self) -> None:
         try:
-            from torch import inference_mode  # this module is imported by those who do without torch
+            from torch import inference_mode  # the table must import without torch
 
             with inference_mode():  # only so may it write to what a caller in this mode gave
                 self.wait()

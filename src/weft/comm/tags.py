@@ -218,8 +218,8 @@ def ledger_of(pg: ProcessGroup, line: Line) -> Ledger:
 def turn(pg: ProcessGroup, name: str, deadline: Deadline) -> Iterator[None]:
     """Threads of this rank that do the same thing on a process group (`name`) do so one after the other.
 
-    Their messages, and their words in the store, would otherwise be taken for each other's. In which order they come
-    is theirs to see to: it must be the same on all ranks, as for all collectives of a group.
+    Their messages, and their words in the store, would otherwise be taken for each other's. The callers keep
+    the order equal on all ranks, as for all collectives of a group.
     """
     with _lock:
         lock = _states.setdefault(pg, _GroupState()).turns.setdefault(name, threading.RLock())

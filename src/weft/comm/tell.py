@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from weft._torch import group_store
-from weft.comm.deadline import Deadline, at_work, listening
+from weft.comm.deadline import STORE, Deadline, at_work, listening
 from weft.comm.tags import Tag, turn
 from weft.errors import PeerLost, PeerMismatch, PeerTimeout
 
@@ -39,8 +39,6 @@ _FRAME = 512
 _LENGTH = 8
 # Polling of a store starts fine, because ranks usually arrive together, and coarsens, because P ranks poll one server.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
-# What a store call may take after the deadline before its server counts as hung.
-_GRACE_SECONDS = 1.0
 
 
 class Arrival(Protocol):
@@ -238,7 +236,7 @@ class Meeting:
         threading.Thread(target=ask, name=f"weft-{self._name}", daemon=True).start()
         where = f"at step '{step}' of {self._name}"
         try:
-            return future.result(timeout=self._deadline.left() + _GRACE_SECONDS)
+            return future.result(timeout=self._deadline.left() + STORE.seconds)
         except FutureTimeout:
             raise PeerTimeout(
                 f"the group's store, which does not answer, {where}", seconds=self._deadline.seconds

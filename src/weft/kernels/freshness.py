@@ -146,7 +146,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     written(parameters)
-    # FSDP fills other memory from these, later, and without a word.
+    # FSDP fills other memory from these, later, without raising a version.
     if any(local_tensor(p) is not p for p in parameters):
         for stamp in _listed():
             stamp._doubtful = True

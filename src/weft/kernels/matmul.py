@@ -318,7 +318,7 @@ def activation_grad(dy: Tensor, pre: Tensor, activation: str | None) -> Tensor:
 
 
 def activated(z: Tensor, activation: str) -> Tensor:
-    """The activation by torch's own ops, which can be differentiated as often as one likes."""
+    """The activation by torch's own ops, which can be differentiated any number of times."""
     if activation == "silu":
         return functional.silu(z)
     if activation == "relu":

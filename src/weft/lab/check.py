@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.comm.deadline import LAB_CONNECT, LAB_RUN
 from weft.lab import network
 from weft.lab.cluster import Cluster
 from weft.lab.rank import Rank
@@ -115,7 +116,7 @@ def _try(cluster: Cluster, pattern: _Pattern, seconds: float) -> list[Row]:
     addresses = ["127.0.0.1" if spec.gbps is None else network.address(h) for h in range(spec.hosts)]
     asked = spec.gbps if pattern.limited else None
     before, start = _stolen_seconds(), time.monotonic()
-    received = cluster.run(transfer, pattern.flows, addresses, seconds, timeout=seconds + 60.0)
+    received = cluster.run(transfer, pattern.flows, addresses, seconds, timeout=seconds + LAB_RUN.seconds)
     cores = os.cpu_count() or 1
     stolen = (_stolen_seconds() - before) / ((time.monotonic() - start) * cores)
     rates = [received[receiver][flow] for flow, (_, receiver) in enumerate(pattern.flows)]
@@ -145,7 +146,9 @@ def transfer(rank: Rank, flows: Sequence[Flow], addresses: Sequence[str], second
     threads = []
     for flow, (sender, receiver) in enumerate(flows):
         if sender == rank.rank:
-            out = socket.create_connection((addresses[rank.hosts[receiver]], int(ports[flow])), timeout=30.0)
+            out = socket.create_connection(
+                (addresses[rank.hosts[receiver]], int(ports[flow])), timeout=LAB_CONNECT.seconds
+            )
             threads.append(threading.Thread(target=_send, args=(out,)))
     for flow, listener in listeners.items():
         into, _ = listener.accept()

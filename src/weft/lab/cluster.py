@@ -13,14 +13,12 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TypeVar
 
-from weft.comm.deadline import LAB_RUN, LAB_START
+from weft.comm.deadline import LAB_ANSWER, LAB_END, LAB_RUN, LAB_START
 from weft.errors import LONGEST_SECONDS, LabUnavailable, PeerTimeout, RankFailed
 from weft.lab import linux, network
 from weft.lab.rank import LabJob, LabRun, Refusal, Spec, failure
 
 T = TypeVar("T")
-
-_ANSWER_MARGIN = 30.0  # on top of a run's timeout: the zygote needs a few seconds to stop the ranks
 
 
 class Cluster:
@@ -105,7 +103,7 @@ class Cluster:
         if self._control is None:
             raise RuntimeError(f"{self} is not open; use it as `with Cluster(...) as cluster: cluster.run(...)`")
         try:
-            answer = self._ask(job, timeout + _ANSWER_MARGIN, f"the lab to finish `{job.run.function}`")
+            answer = self._ask(job, timeout + LAB_ANSWER.seconds, f"the lab to finish `{job.run.function}`")
         except BaseException:
             self.close()  # nobody would read the answer to come, so this lab cannot go on
             raise
@@ -123,7 +121,7 @@ class Cluster:
             self._control = None
         if self._guard is not None:
             try:
-                self._guard.wait(timeout=5.0)  # it goes by itself when the control socket closes
+                self._guard.wait(timeout=LAB_END.seconds)
             except subprocess.TimeoutExpired:
                 self._guard.kill()
                 self._guard.wait()

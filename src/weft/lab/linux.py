@@ -73,7 +73,7 @@ def is_exiting(pid: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant that loses its own, so that none gets away."""
+    """Makes this process the parent of every descendant that loses its own, so that none outlives the lab."""
     _call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

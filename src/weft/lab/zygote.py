@@ -28,13 +28,10 @@ from dataclasses import dataclass
 from multiprocessing import Pipe, current_process, spawn
 from multiprocessing.connection import Connection
 
+from weft.comm.deadline import LAB_GRACE, LAB_STACKS
 from weft.errors import LabUnavailable
 from weft.lab import linux, network
 from weft.lab.rank import STACKS_SIGNAL, Ending, How, LabJob, Refusal, Seat, Spec, rank_main
-
-GRACE = 2.0
-"""Seconds that ranks have to raise by themselves after another's failure, and to exit after the end."""
-_STACKS_WAIT = 2.0  # for the stacks of hanging ranks; one that is stopped (SIGSTOP) never writes them
 
 
 def main(fd: int, caller: int) -> None:
@@ -247,7 +244,7 @@ class _Watch:
                     self._give_up(How.STOPPED if failed else How.STUCK)
                 if not failed and any(process.failed for process in self.processes):
                     failed = True
-                    deadline = time.monotonic() + GRACE
+                    deadline = time.monotonic() + LAB_GRACE.seconds
             self._let_go()
 
     def _let_go(self) -> None:
@@ -257,7 +254,7 @@ class _Watch:
             if process.ending is not None and process.ending.how is How.RETURNED:
                 with suppress(OSError):  # it may have died just now
                     process.reports.send(None)
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + LAB_GRACE.seconds
         while not all(process.exited for process in going) and self._next_events(deadline):
             pass
 
@@ -277,7 +274,7 @@ class _Watch:
                 raise CallerGone
             process = key.data
             if key.fileobj is not process.reports:
-                self._bury(process)
+                self._reap(process)
             elif not process.heard:
                 self._hear(process)
         self.seen = now
@@ -289,11 +286,11 @@ class _Watch:
         process.heard = True
         self.selector.unregister(process.reports)
 
-    def _bury(self, process: _Process) -> None:
+    def _reap(self, process: _Process) -> None:
         self.selector.unregister(process.pidfd)
         process.exited = True
         if not process.heard and process.reports.poll():
-            self._hear(process)  # its last word came with its death
+            self._hear(process)  # its report arrived with its exit
         _, status = os.waitpid(process.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         if process.ending is None or (code != 0 and process.ending.how is How.RETURNED):
@@ -322,7 +319,7 @@ def _ask_for_stacks(processes: Sequence[_Process]) -> None:
     """Has every process write its stacks, and waits until all have, or until one clearly will not."""
     for process in processes:
         os.kill(process.pid, STACKS_SIGNAL)
-    deadline = time.monotonic() + _STACKS_WAIT
+    deadline = time.monotonic() + LAB_STACKS.seconds
     before: list[str] = []
     while time.monotonic() < deadline:
         time.sleep(0.05)

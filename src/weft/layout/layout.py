@@ -38,7 +38,7 @@ class Layout:
     """How a tensor lies on a mesh: one placement for each axis, as in DTensor.
 
     order: the axes in the order in which they cut; only the order of axes that cut the same dim matters. It
-           is from the first axis to the last unless told, as in DTensor; (1, 0) is the papers' `S10`, and
+           is by default from the first axis to the last, as in DTensor; (1, 0) is the papers' `S10`, and
            what FSDP2 over tensor parallelism makes (`_StridedShard`).
 
     >>> layout = Layout(Mesh.grid(2, 2), [Shard(0), Replicate()])

@@ -303,8 +303,8 @@ def plan_overlap(
     m counts all rows (for all-to-all, those of one rank); n and k are what one rank computes with.
 
     With `group`, all ranks call it: they get the plan that a call of this shape follows, tuned or predicted from
-    measured curves. With `cluster` nothing runs and nobody is asked: the prediction is from the declared rates of the
-    cards and `flops`, the flops a second of one rank's matmul.
+    measured curves. With `cluster` nothing runs and no rank is contacted: the prediction is from the declared rates of
+    the cards and `flops`, the flops a second of one rank's matmul.
 
     >>> two = DeclaredCluster.uniform(2, gbps=1.0)
     >>> plan = plan_overlap("matmul_reduce_scatter", 2048, 3072, 768, cluster=two, flops=8e10)

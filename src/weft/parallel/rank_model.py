@@ -48,7 +48,7 @@ def rank_model_of(model: ModelSpec, found: Cuts, group: ProcessGroup, *, split: 
 
 def _local(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
-        raise ValueError("a parameter is no DTensor; it was replaced after parallelize, put a DTensor there instead")
+        raise ValueError("a parameter is not a DTensor; it was replaced after parallelize, put a DTensor there instead")
     if parameter.device_mesh.ndim != 1:
         raise ValueError(
             f"a parameter is sharded over {parameter.device_mesh.ndim} mesh axes during a call, expected one; "

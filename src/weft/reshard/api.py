@@ -63,13 +63,13 @@ def reshard(
     timeout: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Moves a tensor to another mesh and layout. Collective over `group`, the default group unless told.
+    """Moves a tensor to another mesh and layout. Collective over `group`, by default the default group.
 
     tensor: a DTensor; or this rank's local shard, with `src` saying what it is a shard of; or None on a rank
             that has nothing of the source
     dst:    a DeviceMesh, and the result is a DTensor; or a Mesh, and it is this rank's shard. A rank outside
             the destination gets an empty tensor
-    dtype:  the result's; the source's unless told
+    dtype:  the result's; the source's by default
     out:    a DTensor or shard to write into, of the right shape and dtype; its version goes up
     timeout: seconds to wait for another rank; 60, and 300 in the first call on a group, when ranks may still load
 

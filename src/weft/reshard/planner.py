@@ -250,7 +250,7 @@ def plan_reshard(
     """The plan that moves one tensor from a mesh and layout to another.
 
     cluster: the cards' rates; without it all are alike (10 Gbit/s), which gives the same order
-    chunk_bytes: the largest message; chosen from the size of the transfer unless told
+    chunk_bytes: the largest message; by default chosen from the size of the transfer
 
     >>> from weft.layout import Mesh, Replicate, Shard
     >>> a, b = Mesh.grid(2, 1), Mesh.grid(1, 2, first_rank=2, first_host=2)

@@ -96,7 +96,8 @@ def _decode(line: _Line) -> str | BadRecord:
     try:
         return line.data.decode("utf-8-sig" if line.number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        return BadRecord(line.number, f"no UTF-8: byte {error.start + 1} of the line is 0x{line.data[error.start]:02x}")
+        byte = line.data[error.start]
+        return BadRecord(line.number, f"not UTF-8: byte {error.start + 1} of the line is 0x{byte:02x}")
 
 
 def _txt(lines: Iterable[_Line]) -> Iterator[Record]:
@@ -121,7 +122,7 @@ def _json_record(line: _Line, text: str, column: str) -> Record:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return BadRecord(line.number, f"no JSON: {error}")
+        return BadRecord(line.number, f"not JSON: {error}")
     if isinstance(value, dict):
         if column not in value:
             return BadRecord(
@@ -240,7 +241,7 @@ def _parquet(stream: IO[bytes], column: str) -> Iterator[Record]:
     try:
         file = arrow.ParquetFile(stream, pre_buffer=False)  # which would hold all that was ever read
     except (broken, OSError) as error:
-        raise ValueError(f"the input is no Parquet file: {error}") from error
+        raise ValueError(f"the input is not a Parquet file: {error}") from error
     names = file.schema_arrow.names
     _check_column(column, names)
     # A name with a dot would be taken for a path into a struct: such a table is read as a whole.
@@ -261,4 +262,4 @@ def _parquet_value(number: int, value: Any) -> Record:
     try:
         return _text(number, value.as_py(), 0)
     except UnicodeDecodeError:
-        return BadRecord(number, "no UTF-8")
+        return BadRecord(number, "not UTF-8")

@@ -114,7 +114,7 @@ class Recipe:
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
-                raise ValueError(f"got the prompt {prompt!r}, which is no UTF-8") from error
+                raise ValueError(f"got the prompt {prompt!r}, which is not UTF-8") from error
             return prompt
         name = self.default_prompt if name is None else name
         if name is None:
@@ -157,7 +157,7 @@ class _Module:
     @classmethod
     def of(cls, folder: Path, entry: Any) -> _Module:
         if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
-            raise ValueError(f"{folder / 'modules.json'} has an entry that is no module: {entry!r}")
+            raise ValueError(f"{folder / 'modules.json'} has an entry that is not a module: {entry!r}")
         path = entry.get("path", "")
         if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
             raise ValueError(f"{folder / 'modules.json'} has a module outside of the folder: {path!r}")
@@ -217,7 +217,7 @@ def _json(path: Path, kind: type[JsonT]) -> JsonT:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, kind):
         raise ValueError(f"{path} holds a {type(value).__name__}, expected a {kind.__name__}")
     return value

@@ -52,7 +52,7 @@ def build(job: TrainJob, mesh: DeviceMesh) -> TrainModel:
 def make_mesh(shape: tuple[int, int, int], *, timeout: float) -> DeviceMesh:
     """All ranks as stages x copies x ranks of a layer; neighbours share a layer, as they talk the most. Collective.
 
-    `init_device_mesh` would give the groups of its axes the default group's timeout, half an hour unless told.
+    `init_device_mesh` would give the groups of its axes the default group's timeout, half an hour by default.
     """
     ranks = torch.arange(dist.get_world_size()).reshape(shape)
     own: list[Any] = []

@@ -148,7 +148,7 @@ def _step(
     said = tell_all("training step", mine, group=None, timeout=job.timeout)
     loss, exposed = sum(row[0] for row in said), sum(row[2] for row in said) / len(said)
     if not math.isfinite(loss) or not all(row[3] for row in said):
-        what = f"loss {loss}" if not math.isfinite(loss) else "gradients that are no numbers"
+        what = f"loss {loss}" if not math.isfinite(loss) else "gradients that are not numbers"
         raise WeftError(
             f"step {step + 1} has {what}, expected numbers; it was not saved: go on from the last checkpoint with a "
             "smaller lr, or look at the data"

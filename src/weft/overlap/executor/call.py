@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Transfer
-from weft.comm.deadline import listening
+from weft.comm.deadline import THREAD_END, listening
 from weft.errors import PeerLost, PeerMismatch
 from weft.kernels import PackedWeight, linear
 from weft.kernels.dispatch import NATIVE, TRITON, kernels_for
@@ -34,9 +34,6 @@ from weft.timeline import Baseline, Kind, record
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-GRACE_SECONDS = 5.0
-"""On top of a deadline, for the end of a thread whose every wait has that deadline."""
 
 _VERSION = version("weft")
 _MOST_ATTEMPTS = 10  # each follows what rank 0 knew a moment ago: only a thread that plans without end gets so far
@@ -300,7 +297,7 @@ class MatmulCall:
 
     def patience(self) -> float:
         """Seconds within which a thread of this call must have ended, whatever happens."""
-        return self.call.deadline.left() + GRACE_SECONDS
+        return self.call.deadline.left() + THREAD_END.seconds
 
     def nbytes(self, elements: int) -> int:
         """How many bytes they take."""

@@ -11,7 +11,7 @@ only on the first of a kind: a rank that takes another branch of the model would
 costs no time to speak of, because the matmul runs meanwhile, and it is what makes buffers reusable (see `resources`).
 The meeting has two halves, so that a rank can work between them: `post` tells, `confirm` hears.
 
-If anybody differs, everybody notices, for a rank whose digest all others share cannot exist. Then all exchange texts
+If anybody differs, everybody notices, since every rank then sees a digest that is not its own. Then all exchange texts
 and raise PeerMismatch, which names both sides. No data has moved. Where they differ only in the plan, and nobody was
 given one, it is `PlansDiffer`: a rank has heard of a plan a moment before another. All take rank 0's, and call again.
 """

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from weft.comm import Group
+from weft.comm.deadline import PROBE
 from weft.comm.tags import Mark
 from weft.kernels import linear
 from weft.overlap.blocks import Topology
@@ -149,7 +150,7 @@ def _fastest(call: Callable[[], object], *, repeats: int = _REPEATS) -> float:
 
 def _handover() -> float:
     worker = Worker("weft-probe")
-    return _fastest(lambda: worker.start(lambda job: job.agreed()).join(seconds=60.0))
+    return _fastest(lambda: worker.start(lambda job: job.agreed()).join(seconds=PROBE.seconds))
 
 
 def _wire(group: Group, topology: Topology) -> tuple[tuple[float, float], ...]:
@@ -193,7 +194,7 @@ def _lost(worker: Worker, swaps: Callable[[], None], matmul: Callable[[], None])
         matmul()
         done += 1
     elapsed = time.perf_counter() - start
-    job.join(seconds=60.0)
+    job.join(seconds=PROBE.seconds)
     return max(0.0, elapsed - done * alone)
 
 

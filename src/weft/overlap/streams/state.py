@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft.comm.deadline import Deadline
+from weft.comm.deadline import THREAD_END, Deadline
 from weft.errors import PeerLost, PeerTimeout
 from weft.kernels.triton import Late
 from weft.overlap.blocks import Axis, chunk_bounds
-from weft.overlap.executor.call import GRACE_SECONDS, Request, call_text
+from weft.overlap.executor.call import Request, call_text
 from weft.overlap.executor.context import Context, Statement, context_of
 from weft.overlap.executor.resources import SMALLEST_BYTES, size_class
 from weft.overlap.plan import Op, OverlapPlan, Transport
@@ -170,7 +170,7 @@ class State:
             self._agreement.meet(Statement(text), deadline=deadline)
             self._agreed.add(text)
         yield
-        self.device.finish(seconds=self.timeout + GRACE_SECONDS)
+        self.device.finish(seconds=self.timeout + THREAD_END.seconds)
         if self.device.is_capturing():
             self._captured.append((self._peers, *self._tables.values()))
         else:

@@ -121,7 +121,7 @@ class CheckpointFolder:
             again += 1
 
     def find(self, step: int | None) -> Path:
-        """The checkpoint of a step; the newest unless told. Raises OSError where there is none."""
+        """The checkpoint of a step; the newest by default. Raises OSError where there is none."""
         whole = self.whole()
         if step is not None:
             found = [path for path in whole if (_key(path) or (-1,))[0] == step]

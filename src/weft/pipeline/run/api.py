@@ -48,7 +48,7 @@ class Evaluation:
 
 
 class Pipeline:
-    """Stages on meshes, run by a schedule. Making one is collective over `group`, the default group unless told.
+    """Stages on meshes, run by a schedule. Making one is collective over `group`, by default the default group.
 
         schedule = weft.schedule("eager-1f1b", stages=2, microbatches=8)
         pipe = weft.Pipeline({rank: stage}, meshes=[0, 1], schedule=schedule, loss_fn=F.cross_entropy)
@@ -58,10 +58,10 @@ class Pipeline:
     stages:     this rank's modules by stage, or a list of all with None (or anything) for those of other ranks
     meshes:     for each stage a Mesh, a DeviceMesh, a rank, or a (nested) list of ranks. Stages that the schedule has
                 on one rank have the same mesh, others have ranks of their own
-    edges:      a StageGraph or a list of edges; a chain unless told. A stage with one incoming tensor is called with
+    edges:      a StageGraph or a list of edges; a chain by default. A stage with one incoming tensor is called with
                 it, one with several gets them as keywords; it returns a tensor, or a dict where several leave it
     input_layouts, output_layouts: stage -> placements, or stage -> {tensor: placements}: how tensors lie on the
-                stage's mesh where they enter and leave it. Replicated unless told
+                stage's mesh where they enter and leave it. Replicated by default
     loss_fn:    (output of the last stage, targets) -> a tensor of one element
     timeout:    seconds that a stage waits for a tensor which it needs, before all ranks give up
     seed:       random numbers of every forward pass come from (seed, step, stage, micro-batch), so that they do not
@@ -96,7 +96,7 @@ class Pipeline:
         payload: Payload | str = Payload.TENSORS,
         costs: Costs | None = None,
     ) -> None:
-        """`costs` decide who sends a skip tensor, where several could; equal stages unless told."""
+        """`costs` decide who sends a skip tensor, where several could; equal stages by default."""
         self.schedule, self.timeout, self.seed = schedule, timeout, seed
         self.steps = 0
         self._broken: str | None = None

@@ -283,7 +283,7 @@ class StepEnding:
         self.done: Future[PeerMismatch | None] = Future()
         self.waiting_for: tuple[int, ...] = ()
         above = () if self._parent is None else (self._parent,)
-        # Now, not when they are wanted: a message then comes without a word that it may.
+        # Posted now, so that the sender does not wait for the receiver.
         self._inbox = {peer: self._listen(peer) for peer in (*self._children, *above)}
 
     def say(self) -> None:

@@ -23,15 +23,12 @@ from torch.distributed.distributed_c10d import Store
 
 from weft._torch import gloo_group
 from weft.comm import Group, Transfer
-from weft.comm.deadline import Deadline, at_work
+from weft.comm.deadline import STORE, Deadline, at_work
 from weft.comm.tags import DEFAULT_TAG, Line, Mark
 from weft.comm.tell import Meeting
 from weft.errors import LONGEST_SECONDS, WeftError
 
 T = TypeVar("T")
-
-# How long the store may take to answer; a store whose server hangs never does.
-_ANSWER_SECONDS = 1.0
 
 
 class Connections:
@@ -201,5 +198,5 @@ class FailureStore:
                 return None
             self._asking = threading.Thread(target=ask, name="weft-pipeline-failures", daemon=True)
             self._asking.start()
-            self._asking.join(_ANSWER_SECONDS)
+            self._asking.join(STORE.seconds)
         return answer[0] if answer else None
