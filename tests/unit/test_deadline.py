@@ -107,7 +107,7 @@ import torch
 from weft.overlap.executor.resources import Worker
 
 begun = threading.Event()
-x = torch.randn(2000, 2000)
+x = torch.randn(1000, 1000)
 def work(job):
     begun.set()
     for _ in range(3):
