@@ -244,7 +244,7 @@ def refusals(size: int) -> None:
     with torch.no_grad():
         kept = shared.model.norm.weight.clone()
         shared.model.norm.weight.fill_(float("nan"))
-        with pytest.raises(ValueError, match="logits are no numbers"):
+        with pytest.raises(ValueError, match="logits are not numbers"):
             weft.generate(shared, [[1]], max_new_tokens=1)
         shared.model.norm.weight.copy_(kept)
     assert weft.generate(shared, [[1]], max_new_tokens=0) == [[]]

@@ -69,7 +69,7 @@ def choose(
     """
     values, tokens = _most_likely(part, first, sampling.candidates(total), gather)
     if not bool(torch.isfinite(values[:, 0]).all()):
-        raise ValueError("the model's logits are no numbers (nan or inf), so that no token is the most likely one")
+        raise ValueError("the model's logits are not numbers (nan or inf), so that no token is the most likely one")
     if sampling.temperature == 0.0:
         return tokens[:, 0].clone()
     weights = torch.softmax(values.double() / sampling.temperature, dim=1)
