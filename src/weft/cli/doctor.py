@@ -200,6 +200,22 @@ def _triton() -> Check:
     return Check("triton", "ok", metadata.version("triton"))
 
 
+def _transformers() -> Check:
+    """Whether Hugging Face's models are there, and know weft's attention."""
+    if importlib.util.find_spec("transformers") is None or not _has_torch():
+        return Check("transformers", "missing", "not installed; only its models need it", "pip install 'weft[hf]'")
+    number = metadata.version("transformers")
+    try:
+        from weft.packed.registry import is_registered, register_attention
+
+        register_attention()
+        known = is_registered()
+    except (ImportError, AttributeError) as e:
+        remedy = "install the transformers that weft's tests run on, 5.23"
+        return Check("transformers", "broken", f"{number} does not take weft's attention: {e}", remedy)
+    return Check("transformers", "ok" if known else "broken", f'{number}, knows attn_implementation="weft"')
+
+
 CHECKS: tuple[Callable[[], Check], ...] = (
     _python,
     _cpu,
@@ -213,4 +229,5 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _shared_memory,
     _cuda,
     _triton,
+    _transformers,
 )

@@ -21,6 +21,7 @@ from weft.models.twin import Twin, twin_of
 from weft.packed.batch import PackedBatch, check_offsets
 from weft.packed.engine import AttentionDropout, PackedEngine
 from weft.packed.huggingface import pack_base, pack_head
+from weft.packed.registry import register_attention
 from weft.transformer.call import Inputs
 
 
@@ -176,6 +177,7 @@ def _packed(model: nn.Module, dropout: AttentionDropout) -> nn.Module:
     family = family_of(model)
     if family is None:
         raise Unsupported(f"cannot pack a {type(model).__module__}.{name}; supported are {', '.join(supported())}")
+    register_attention()
     return pack_base(model, family, dropout) if name == family.base else pack_head(model, family, dropout)
 
 

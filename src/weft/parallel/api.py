@@ -22,6 +22,7 @@ from weft.models.spec import ModelSpec
 from weft.models.twin import become
 from weft.overlap.executor.context import context_of
 from weft.packed.engine import AttentionDropout
+from weft.packed.registry import register_attention
 from weft.parallel.cut import cuts
 from weft.parallel.engine import Ranks
 from weft.parallel.huggingface import ParallelBase, ParallelHead, ParallelVocabulary
@@ -71,6 +72,7 @@ def parallelize(
             f"cannot parallelize a {type(model).__module__}.{name} without a plan; supported are "
             f"{', '.join(supported())}; for other modules give plan={{name: ColwiseOverlap(), ...}}"
         )
+    register_attention()
     _share(model, family, mesh, overlap)
     return model
 
