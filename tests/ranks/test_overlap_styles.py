@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.utils.prune
 from harness import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -172,13 +173,96 @@ def test_a_replicated_input(ranks: int) -> None:
     run_ranks(replicated_input, ranks, timeout=120.0)
 
 
+def uneven(colwise: bool, sequence: int, width: int, sharded: bool) -> None:
+    """DTensors in and out, of sizes that ranks do not divide: what torch's own styles give, with gradients."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layout = Shard(1) if sharded else Replicate()
+    torch.manual_seed(0)
+    x = torch.randn(1, sequence, width)
+    found = []
+    for style in (ColwiseOverlap, ColwiseParallel) if colwise else (RowwiseOverlap, RowwiseParallel):
+        torch.manual_seed(0)
+        options = {"input_layouts" if colwise else "output_layouts": layout}
+        layer = parallelize_module(nn.Linear(width, 5), mesh, style(**options, use_local_output=False))
+        given = distribute_tensor(x, mesh, [layout if colwise else Shard(2)]).requires_grad_()
+        y = layer(given)
+        whole = y.full_tensor()
+        whole.square().sum().backward()
+        shard = (y.shape, y.placements, y.to_local().shape)
+        found.append((shard, whole, given.grad.full_tensor(), *(p.grad.full_tensor() for p in layer.parameters())))
+    (ours, *values), (theirs, *wanted) = found
+    assert ours == theirs
+    for got, want in zip(values, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("colwise", [False, True])
+def test_dtensors_of_uneven_sizes_are_those_of_torch(colwise: bool, sharded: bool, ranks: int) -> None:
+    for sequence, width in ((5, 5), (1, 6)) if ranks == 2 else ((5, 7),):
+        run_ranks(uneven, ranks, colwise, sequence, width, sharded)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def given_forward() -> nn.Linear:
+    layer = nn.Linear(4, 4)
+    layer.forward = lambda x: 2 * x
+    return layer
+
+
 def refusals() -> None:
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match=r"is for nn\.Linear, got LayerNorm"):
         parallelize_module(nn.LayerNorm(4), mesh, ColwiseOverlap())
-    layer = parallelize_module(nn.Linear(4, 4), mesh, RowwiseOverlap())
+    for style, name in ((ColwiseOverlap(), "Colwise"), (RowwiseOverlap(), "Rowwise")):
+        for module, text in (
+            (Scaled(4, 4), "got Scaled, a subclass whose code would not run; use torch's {}Parallel"),
+            (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "got ParametrizedLinear, .*torch's {}Parallel"),
+            (given_forward(), "brings a forward of its own, .*torch's {}Parallel"),
+            (nn.utils.prune.identity(nn.Linear(4, 4), "weight"), "{}Overlap is for parameters .*got bias, weight_orig"),
+        ):
+            before = type(module)
+            with pytest.raises(ValueError, match=text.format(name)):
+                parallelize_module(module, mesh, style)
+            assert type(module) is before
+            assert not any(isinstance(p, DTensor) for p in module.parameters())
+    rowwise = parallelize_module(nn.Linear(4, 4), mesh, RowwiseOverlap())
     with pytest.raises(ValueError, match="a sequence of 5 in a batch of 3 does not divide by 2 ranks"):
-        layer(torch.randn(3, 5, 2))
+        rowwise(torch.randn(3, 5, 2))
+    with pytest.raises(ValueError, match="the input is a list, expected a tensor"):
+        rowwise([1.0])
+    for layer in (rowwise, parallelize_module(nn.Linear(2, 4), mesh, ColwiseOverlap())):
+        with pytest.raises(ValueError, match=r"the input has shape \[2\], expected a tensor \[\.\.\., sequence, K\]"):
+            layer(torch.randn(2))
+        with pytest.raises(ValueError, match=r"shape \[4, 2\], and Shard\(1\) is no dim of a sequence.*: 0 to 0"):
+            layer(torch.randn(4, 2))
+    layer = parallelize_module(nn.Linear(2, 4), mesh, ColwiseOverlap(input_layouts=Replicate()))
+    assert layer(torch.randn(2)).shape == (2,)
+    with pytest.raises(ValueError, match=r"the input has shape \[\], expected a tensor \[\.\.\., K\]"):
+        layer(torch.tensor(1.0))
+
+
+def hooks() -> None:
+    """Hooks that a layer had before are called as before."""
+    torch.manual_seed(0)
+    layer, seen = nn.Linear(4, 4), []
+    layer.register_forward_pre_hook(lambda module, given: (2 * given[0],))
+    layer.register_forward_hook(lambda module, given, y: seen.append(y.shape))
+    x = torch.randn(3, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    want = layer(x).chunk(2, -1)[dist.get_rank()]
+    parallelize_module(layer, mesh, ColwiseOverlap(input_layouts=Replicate()))
+    torch.testing.assert_close(layer(x), want)
+    assert seen[-1] == (3, 2)
+
+
+def test_hooks_stay() -> None:
+    run_ranks(hooks, 2)
 
 
 def test_refusals() -> None:

@@ -3,8 +3,9 @@
 Everything above calls `kernels_for(tensor)` and nothing else, so no op asks on which device it is. An implementation
 is loaded when it is first needed: a CPU-only machine needs no Triton.
 
-And `is_plain`: whether a call may go past torch's dispatcher, which costs as much as a small matmul; and
-`without_autocast`: for code whose types have been chosen.
+And `is_plain`: whether a call may go past torch's dispatcher, which costs as much as a small matmul;
+`without_autocast`: for code whose types have been chosen; `check_tensor` and `refuse_tangents`: for ops of several
+ranks, which must refuse what they cannot do before any rank waits for another.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft._torch import constant_in_compile, is_transformed
+from weft._torch import constant_in_compile, has_memory, in_forward_ad, is_transformed
 
 NATIVE, TRITON = "native", "triton"
 
@@ -161,7 +162,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """Whether the dispatcher has nothing to add.
 
     It has when someone compiles, traces, counts (a dispatch mode), transforms (vmap, jvp) or differentiates, for
-    subclasses of Tensor, and for lazily negated views.
+    subclasses of Tensor, for lazily negated views, and for zeros that have no memory.
 
     >>> is_plain(torch.ones(2)), is_plain(torch.ones(2, requires_grad=True))
     (True, False)
@@ -170,7 +171,11 @@ def is_plain(*tensors: Tensor | None) -> bool:
         return False
     grad = torch.is_grad_enabled()
     for t in tensors:
-        if t is not None and (type(t) not in _TYPES or (grad and t.requires_grad) or t.is_neg()):
+        if t is None:
+            continue
+        if type(t) not in _TYPES or (grad and t.requires_grad) or t.is_neg():
+            return False
+        if t.layout is torch.strided and t.data_ptr() == 0 and not has_memory(t):
             return False
     return True
 
@@ -182,3 +187,84 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """
     is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+
+
+# What an op can take ----------------------------------------------------------------------------------------
+
+
+def check_tensor(name: str, given: object, device: torch.device | None = None) -> None:
+    """Raises unless it is a dense tensor with values, on `device` where one is named.
+
+    >>> check_tensor("bias", torch.ones(2, device="meta"))
+    Traceback (most recent call last):
+    ValueError: bias is on the meta device, expected a dense torch tensor with values; give it memory and values first
+    """
+    is_dense = (
+        isinstance(given, Tensor)
+        and given.layout is torch.strided
+        and not (given.is_nested or given.is_quantized or given.is_meta)
+        and (type(given) in _TYPES or not hasattr(given, "to_local"))
+    )
+    if is_dense and (device is None or given.device == device):  # type: ignore[attr-defined]
+        return
+    what, remedy = _strange(given, device)
+    where = "" if device is None else f" on {device}"
+    raise ValueError(f"{name} is {what}, expected a dense torch tensor with values{where}; {remedy}")
+
+
+def _strange(given: object, device: torch.device | None) -> tuple[str, str]:
+    """What a tensor is that an op cannot take, and the remedy."""
+    if given is None:
+        return "None", "give one"
+    if not isinstance(given, Tensor):
+        return f"a {type(given).__name__}", "torch.as_tensor makes one of numbers"
+    if hasattr(given, "to_local"):
+        return f"a {type(given).__name__}", "give this rank's part of it, to_local()"
+    if given.is_nested:
+        return "a nested tensor", "give its rows as one matrix, values()"
+    if given.layout is not torch.strided:
+        return str(given.layout), "give to_dense()"
+    if given.is_quantized:
+        return "quantised", "give dequantize()"
+    if given.is_meta:
+        return "on the meta device", "give it memory and values first"
+    return f"on {given.device}", f"move it with .to({str(device)!r})"
+
+
+class _Gate(torch.autograd.Function):
+    """Computes nothing, and raises when a tangent comes in.
+
+    Ops made by torch.library drop tangents without a word. Only torch can say whether there is one: inside torch.func
+    each level has its own, and a compiled function has none to look at. It asks a Function for its jvp in all of them.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op: str, names: str, *tensors: Tensor) -> Tensor:
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.op, ctx.names = inputs[0], inputs[1].split()
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, ...]:
+        return (None,) * (2 + len(ctx.names))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> None:
+        given = [name for name, tangent in zip(ctx.names, tangents, strict=True) if tangent is not None]
+        if given:
+            raise NotImplementedError(
+                f"{' and '.join(given)} of {ctx.op} has a tangent, expected none: it has no forward-mode derivative "
+                "(torch.func.jvp, jacfwd, linearize, forward_ad); use backward(), or detach() what is constant"
+            )
+
+
+def refuse_tangents(op: str, **tensors: Tensor | None) -> None:
+    """Raises where forward-mode differentiation goes through `op`."""
+    if in_forward_ad():
+        given = {name: t for name, t in tensors.items() if t is not None}
+        _Gate.apply(op, " ".join(given), *given.values())  # type: ignore[no-untyped-call]

@@ -54,7 +54,7 @@ from weft._torch import tell_flop_counters
 from weft.comm.deadline import Deadline, timeout_of
 from weft.comm.tags import Line, turn
 from weft.kernels import PackedWeight
-from weft.kernels.dispatch import dtypes_on, is_plain, is_supported
+from weft.kernels.dispatch import check_tensor, dtypes_on, is_plain, is_supported, refuse_tangents
 from weft.layout.mesh import DeclaredCluster
 from weft.overlap import ops
 from weft.overlap.blocks import chunk_bounds
@@ -75,13 +75,16 @@ def cast_inputs(op: F) -> F:
 
     @wraps(op)
     def call(*tensors: Any, **options: Any) -> Any:
-        device = (tensors[0] if tensors else options[x]).device.type
+        first = tensors[0] if tensors else options.get(x)
+        if not isinstance(first, Tensor) or first.is_meta:  # which the op refuses, and torch knows no autocast for
+            return op(*tensors, **options)
+        device = first.device.type
         if not torch.is_autocast_enabled(device):
             return op(*tensors, **options)
         given = dict(zip(names, tensors, strict=False)) | options
         dtype = torch.get_autocast_dtype(device)
         given[x], given[w] = _cast(given[x], dtype), _cast_weight(given[w], dtype)
-        if given.get("bias") is not None:
+        if "bias" in given:
             given["bias"] = _cast(given["bias"], dtype)
         with torch.autocast(device, enabled=False):
             return op(**given)
@@ -89,13 +92,14 @@ def cast_inputs(op: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+def _cast(t: Any, dtype: torch.dtype) -> Any:
+    """What is no tensor is left for the op to refuse."""
+    return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
 
 
-def _cast_weight(w: Tensor | PackedWeight, dtype: torch.dtype) -> Tensor | PackedWeight:
+def _cast_weight(w: Any, dtype: torch.dtype) -> Any:
     """A packed weight of another type is packed again in this one: of the dense one beside it, where there is one."""
-    if isinstance(w, Tensor):
+    if not isinstance(w, PackedWeight):
         return _cast(w, dtype)
     if w.data.dtype == dtype:
         return w
@@ -116,11 +120,11 @@ def all_gather_matmul(
 
     `m` is M, all rows together; without it every rank has as many as this one. Tiles of y start as their rows arrive.
     """
-    dense, packed, n, isa = _checked("x_shard", x_shard, w, bias, group)
+    dense, packed, n, isa = _checked("x_shard", x_shard, "w", w, bias, group)
     total = x_shard.shape[0] * group.size() if m is None else m
     _check_shard(x_shard.shape[0], total, group)
     text = _text(plan, Op.ALL_GATHER, x_shard)
-    if _is_plain(x_shard, dense, bias):
+    if _is_plain("all_gather_matmul", x_shard, dense, bias):
         context = context_of(group)
         weight, run = _packed(w, context), executor_for(context, x_shard).gather_matmul
         return run(context, x_shard, weight, m=total, bias=bias, plan=text, keep=False)[0]
@@ -178,7 +182,8 @@ def matmul_all_to_all(
     The rows that come to this rank are ordered by source rank, then as they are there. `rows` is R where it is known:
     a compiled graph then has no size that depends on data.
     """
-    dense, packed, n, isa = _checked("x", x, w, bias, group)
+    dense, packed, n, isa = _checked("x", x, "w", w, bias, group)
+    check_tensor("destinations", destinations, x.device)
     if destinations.shape != x.shape[:1] or destinations.dtype != torch.int64:
         raise ValueError(
             f"destinations is {destinations.dtype} {list(destinations.shape)}, expected int64 [{x.shape[0]}]: "
@@ -190,7 +195,7 @@ def matmul_all_to_all(
             raise ValueError(f"destinations are {low} to {high}, expected ranks of the group, 0 to {group.size() - 1}")
     promised, text = -1 if rows is None else rows, _text(plan, Op.ALL_TO_ALL, x)
     y: Tensor
-    if _is_plain(x, dense, bias, destinations):
+    if _is_plain("matmul_all_to_all", x, dense, bias, destinations):
         context = context_of(group)
         weight, run = _packed(w, context), executor_for(context, x).matmul_scatter_rows
         y, _ = run(context, x, weight, destinations, bias=bias, plan=text)
@@ -206,8 +211,8 @@ def replicated_matmul(x: Tensor, w: Weight, *, group: ProcessGroup, bias: Tensor
 
     Nothing travels but the gradient of x, which is a sum over ranks.
     """
-    dense, packed, n, isa = _checked("x", x, w, bias, group)
-    tell_flop_counters(ops.FLOPS)
+    dense, packed, n, isa = _checked("x", x, "w", w, bias, group)
+    _use_dispatcher("replicated_matmul", x, dense, bias)
     y: Tensor = ops.replicated_matmul(x, dense, packed, bias, n, isa, group.group_name)
     return y
 
@@ -215,20 +220,26 @@ def replicated_matmul(x: Tensor, w: Weight, *, group: ProcessGroup, bias: Tensor
 def _matmul_reduce(
     op: Op, x: Tensor, w: Weight, group: ProcessGroup, bias: Tensor | None, plan: OverlapPlan | str | None
 ) -> Tensor:
-    dense, packed, n, isa = _checked("x", x, w, bias, group)
+    dense, packed, n, isa = _checked("x", x, "w_shard", w, bias, group)
     text = _text(plan, op, x)
-    if _is_plain(x, dense, bias):
+    if _is_plain(op.value, x, dense, bias):
         context = context_of(group)
         return executor_for(context, x).matmul_scatter(context, op, x, _packed(w, context), bias=bias, plan=text)
     y: Tensor = ops.matmul_reduce(x, dense, packed, bias, op.value, n, isa, group.group_name, text)
     return y
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
-    plain = is_plain(*tensors)
+def _is_plain(op: str, x: Tensor, dense: Tensor | None, bias: Tensor | None, *others: Tensor) -> bool:
+    plain = is_plain(x, dense, bias, *others)
     if not plain:
-        tell_flop_counters(ops.FLOPS)
+        _use_dispatcher(op, x, dense, bias)
     return plain
+
+
+def _use_dispatcher(op: str, x: Tensor, dense: Tensor | None, bias: Tensor | None) -> None:
+    """What comes before an op of `ops`: what it cannot do is refused, and who counts is told how."""
+    refuse_tangents(op, x=x, weight=dense, bias=bias)
+    tell_flop_counters(ops.FLOPS)
 
 
 def _packed(w: Weight, context: Context) -> PackedWeight:
@@ -249,7 +260,7 @@ def _text(plan: OverlapPlan | str | None, op: Op, x: Tensor) -> str:
 
 
 def _checked(
-    name: str, x: Tensor, w: Weight, bias: Tensor | None, group: object
+    name: str, x: Tensor, w_name: str, w: Weight, bias: Tensor | None, group: object
 ) -> tuple[Tensor | None, Tensor | None, int, str]:
     """The weight as ops take it: dense where there is one, packed where the caller did that, N, instruction set."""
     if not isinstance(group, ProcessGroup):
@@ -257,19 +268,25 @@ def _checked(
             f"group is a {type(group).__name__}, expected a process group that this rank is in, such as "
             "torch.distributed.group.WORLD or mesh.get_group()"
         )
+    check_tensor(name, x)
     if isinstance(w, PackedWeight):
+        check_tensor(f"{w_name}.data", w.data, x.device)
         dense, packed, n, k, isa, dtype = w.checked_source(), w.data, w.n, w.k, w.isa, w.dtype
-    elif w.dim() != 2:
-        raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
     else:
+        check_tensor(w_name, w, x.device)
+        if w.dim() != 2:
+            raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
         dense, packed, (n, k), isa, dtype = w, None, w.shape, "", w.dtype
     if x.dim() != 2 or x.shape[1] != k:
         raise ValueError(f"{name} has shape {list(x.shape)}, expected [M, {k}] for a weight [{n}, {k}]; flatten it")
     if x.dtype != dtype or not is_supported(x.device.type, x.dtype):
         types = dtypes_on(x.device.type) or f"a device with kernels, not {x.device.type}"
         raise ValueError(f"{name} is {x.dtype} and the weight {dtype}, expected {types}, both alike")
-    if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype):
-        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, expected {x.dtype} [{n}] like the weight's rows")
+    if bias is not None:
+        check_tensor("bias", bias, x.device)
+        if bias.shape != (n,) or bias.dtype != x.dtype:
+            expected = f"{x.dtype} [{n}] like the weight's rows"
+            raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, expected {expected}")
     return dense, packed, n, isa
 
 

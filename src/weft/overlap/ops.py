@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft._torch import group_by_name, op_name
 from weft.kernels import PackedWeight
-from weft.kernels.dispatch import without_autocast
+from weft.kernels.dispatch import refuse_tangents, without_autocast
 from weft.kernels.matmul import product
 from weft.overlap.blocks import chunk_bounds
 from weft.overlap.executor.call import executor_for, multiply
@@ -84,6 +84,7 @@ def _gather_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _gather_backward(ctx, dy: Tensor | None, _):  # type: ignore[no-untyped-def]
     if dy is None:
         return (None,) * 10
+    refuse_tangents("all_gather_matmul's backward", dy=dy)
     needs_x, needs_w, *_ = ctx.needs_input_grad
     dx = dw = None
     if needs_x or needs_w:
@@ -131,6 +132,7 @@ def _replicated_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-d
 
 
 def _replicated_backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+    refuse_tangents("replicated_matmul's backward", dy=dy)
     needs_x, needs_w, *_ = ctx.needs_input_grad
     dx = dw = None
     if needs_x or needs_w:
@@ -203,6 +205,7 @@ def _reduce_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _reduce_backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+    refuse_tangents(f"{ctx.op}'s backward", dy=dy)
     needs_x, needs_w, *_ = ctx.needs_input_grad
     dx = dw = None
     if needs_x or needs_w:
@@ -275,6 +278,7 @@ def _all_to_all_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-d
 
 
 def _all_to_all_backward(ctx, dy: Tensor, _):  # type: ignore[no-untyped-def]
+    refuse_tangents("matmul_all_to_all's backward", dy=dy)
     needs_x, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
     dx, dw, db = matmul_all_to_all_backward(dy, *ctx.saved_tensors, ctx.isa, ctx.group_name)
     return dx if needs_x else None, dw if needs_w else None, None, db if needs_bias else None, *(None,) * 6

@@ -14,6 +14,7 @@ sequence. Parameters are DTensors as there, so checkpoints, optimisers and gradi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -48,16 +49,19 @@ class ColwiseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         layout = self.overlap_layout
+        _check_input(input, layout.sequence)
         bias = None if self.bias is None else _local(self.bias)
         if layout.sequence is None:
             x = _to_local(input, layout.mesh, Replicate())
             y = replicated_matmul(x.reshape(-1, x.shape[-1]), _weight(self), group=layout.group, bias=bias)
-            return _back(y.reshape(*x.shape[:-1], y.shape[1]), 0, layout, Shard(x.dim() - 1))
+            y = y.reshape(*x.shape[:-1], y.shape[1])
+            return _back(y, 0, layout, Shard(x.dim() - 1), (*x.shape[:-1], self.weight.shape[0]))
         x, size = _to_local(input, layout.mesh, Shard(layout.sequence)), layout.mesh.size()
         total = _total_rows(input, x, layout.sequence, size)
         rows, others = _rows_first(x, layout.sequence)
         y = all_gather_matmul(rows, _weight(self), group=layout.group, bias=bias, m=total * others.numel())
-        return _back(y.reshape(total, *others, y.shape[1]), layout.sequence, layout, Shard(x.dim() - 1))
+        y = y.reshape(total, *others, y.shape[1])
+        return _back(y, layout.sequence, layout, Shard(x.dim() - 1), (total, *others, self.weight.shape[0]))
 
 
 class RowwiseLinear(nn.Linear):
@@ -67,19 +71,22 @@ class RowwiseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         layout = self.overlap_layout
+        _check_input(input, layout.sequence)
         x = _to_local(input, layout.mesh, Shard(input.dim() - 1))
         weight = _weight(self)
         if layout.sequence is None:
             bias = None if self.bias is None else _local(self.bias)
             y = matmul_all_reduce(x.reshape(-1, x.shape[-1]), weight, group=layout.group, bias=bias)
-            return _back(y.reshape(*x.shape[:-1], y.shape[1]), 0, layout, Replicate())
+            y = y.reshape(*x.shape[:-1], y.shape[1])
+            return _back(y, 0, layout, Replicate(), y.shape)
         rows, others = _rows_first(x, layout.sequence)
         _check_even(x.shape[layout.sequence], layout.mesh.size(), others)
         # Each rank has the gradient of its own rows: the replicated bias gets the sum of them.
         bias = None if self.bias is None else _local(self.bias, Partial())
         y = matmul_reduce_scatter(rows, weight, group=layout.group, bias=bias)
         y = y.reshape(-1 if others.numel() else 0, *others, y.shape[1])
-        return _back(y, layout.sequence, layout, Shard(layout.sequence))
+        whole = (x.shape[layout.sequence], *others, y.shape[-1])
+        return _back(y, layout.sequence, layout, Shard(layout.sequence), whole)
 
 
 class ColwiseOverlap(ColwiseParallel):
@@ -127,8 +134,7 @@ def _apply(
     mesh: DeviceMesh,
 ) -> nn.Module:
     name = type(style).__name__
-    if not isinstance(module, nn.Linear):
-        raise ValueError(f"{name} is for nn.Linear, got {type(module).__name__}; use ColwiseParallel for embeddings")
+    _check_module(name, module)
     if mesh.ndim != 1:
         raise ValueError(f"{name} needs a mesh of one axis, got {mesh.ndim}; take one of them, as in mesh['tensor']")
     partition: Any = style._partition_linear_fn
@@ -138,6 +144,24 @@ def _apply(
     layer.__class__ = kind
     layer.overlap_layout = ActivationLayout(mesh, style._sequence_dim, style.use_local_output)
     return module
+
+
+def _check_module(style: str, module: nn.Module) -> None:
+    """Raises unless the module computes what nn.Linear does: the style's own forward takes the place of its."""
+    torch_style, kind = style.replace("Overlap", "Parallel"), type(module).__name__
+    remedy = f"use torch's {torch_style} for it"
+    if not isinstance(module, nn.Linear):
+        raise ValueError(f"{style} is for nn.Linear, got {kind}; use ColwiseParallel for embeddings")
+    if type(module) is not nn.Linear:
+        raise ValueError(f"{style} is for nn.Linear itself, got {kind}, a subclass whose code would not run; {remedy}")
+    if "forward" in vars(module):
+        raise ValueError(f"{style} brings a forward of its own, but this {kind} was given one, too; {remedy}")
+    names = [name for name, _ in module.named_parameters()]
+    if names not in (["weight"], ["weight", "bias"]):
+        raise ValueError(
+            f"{style} is for parameters weight and bias, got {', '.join(names) or 'none'}; first remove what makes the "
+            "weight of others, such as weight_norm or pruning"
+        )
 
 
 def _weight(layer: ColwiseLinear | RowwiseLinear) -> Tensor | PackedWeight:
@@ -158,6 +182,18 @@ def _to_local(x: Tensor, mesh: DeviceMesh, placement: Shard | Replicate) -> Tens
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(mesh, [placement]).to_local()
+
+
+def _check_input(x: Tensor, sequence: int | None) -> None:
+    least = 1 if sequence is None else 2
+    if not isinstance(x, Tensor) or x.dim() < least:
+        what = f"has shape {list(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+        raise ValueError(f"the input {what}, expected a tensor {'[..., K]' if least == 1 else '[..., sequence, K]'}")
+    if sequence is not None and sequence not in (*range(x.dim() - 1), *range(-x.dim(), -1)):
+        raise ValueError(
+            f"the input has shape {list(x.shape)}, and Shard({sequence}) is no dim of a sequence in it, expected one "
+            f"before the last: 0 to {x.dim() - 2}; give the style another layout, or the input a batch"
+        )
 
 
 def _total_rows(x: Tensor, local: Tensor, dim: int, size: int) -> int:
@@ -185,6 +221,13 @@ def _rows_first(x: Tensor, dim: int) -> tuple[Tensor, torch.Size]:
     return x.movedim(dim, 0).reshape(-1, x.shape[-1]), others
 
 
-def _back(y: Tensor, dim: int, layout: ActivationLayout, placement: Shard | Replicate) -> Tensor:
+def _back(y: Tensor, dim: int, layout: ActivationLayout, placement: Shard | Replicate, whole: Sequence[int]) -> Tensor:
+    """y with its first dim put back to `dim`; `whole` is the shape of all ranks' y, with that dim first."""
     y = y.movedim(0, dim)
-    return y if layout.local_output else cast(Tensor, DTensor.from_local(y, layout.mesh, [placement], run_check=False))
+    if layout.local_output:
+        return y
+    # Of its own shard alone a rank would guess that all others are as large.
+    like = torch.empty(tuple(whole), device="meta").movedim(0, dim)
+    shape, stride = like.shape, like.stride()
+    dtensor = DTensor.from_local(y, layout.mesh, [placement], run_check=False, shape=shape, stride=stride)
+    return cast(Tensor, dtensor)
