@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weft.comm.window import host_id
 
@@ -158,6 +160,40 @@ def _key(path: Path) -> tuple[int, int] | None:
     """
     found = _NAME.fullmatch(path.name)
     return (int(found[1]), int(found[2] or 0)) if found else None
+
+
+def about_text(step: int, extra: Mapping[str, Any] | None, kinds: list[str]) -> str:
+    """A checkpoint's own file: its step, what the caller gave, and the kinds of its optimisers. Raises for what JSON
+    would not give back as it is."""
+    given = dict(extra or {})
+    try:
+        text = json.dumps({"step": step, "extra": given, "optimizers": kinds})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra holds what JSON cannot say: {error}") from error
+    if changed := _change("extra", given, json.loads(text)["extra"]):
+        raise ValueError(
+            f"{changed} from the file; expected dicts with text as keys, lists, text, numbers, True, False and None; "
+            "convert it before, for instance a tuple to a list"
+        )
+    return text
+
+
+def _change(name: str, given: Any, back: Any) -> str:
+    """Where a value is not what JSON gives back, in value and type; empty where all is.
+
+    >>> _change("extra", {"shape": (1, 2)}, {"shape": [1, 2]})
+    "extra['shape'] is (1, 2), which would come back as [1, 2]"
+    """
+    parts: list[str] | None = None
+    if type(given) is type(back) is list:
+        parts = [_change(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(given, back, strict=True))]
+    elif type(given) is type(back) is dict and [(type(k), k) for k in given] == [(type(k), k) for k in back]:
+        parts = [_change(f"{name}[{key!r}]", given[key], back[key]) for key in given]
+    elif type(given) is type(back) is not dict and (given == back or given != given):  # nan is not itself
+        parts = []
+    if parts is None:
+        return f"{name} is {given!r:.60}, which would come back as {back!r:.60}"
+    return next(filter(None, parts), "")
 
 
 def write_through(file: Path, text: str) -> None:
