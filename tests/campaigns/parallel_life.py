@@ -45,7 +45,7 @@ class Life(LivingModel):
             (self.operate, 1), (self.evaluate, 1),
         ]  # fmt: skip
         if self.causal:
-            acts += [(self.generate, 2), (self.generate_as_hugging_face, 1), (self.go_on, 1)]
+            acts += [(self.generate, 2), (self.generate_as_hugging_face, 1), (self.go_on, 1), (self.flattened, 1)]
         if not self.fsdp:
             acts += [(self.copy, 1), (self.load, 1), (self.reshard, 1), (self.compile, 0 if self.size > 2 else 1)]
         names = [act for act, weight in acts for _ in range(weight)]
@@ -101,6 +101,27 @@ class Life(LivingModel):
                     self.close(got[0][mask.bool()], want[0][mask.bool()], "tuple")
                 else:
                     self.check_outputs(got, want, mask, way)
+
+    def flattened(self) -> None:
+        """A row of several texts, whose positions restart, at times elsewhere than at 0; with a loss or without."""
+        lengths = [self.rng.randint(1, 9) for _ in range(self.rng.randint(1, 4))]
+        first = [self.rng.choice((0, 0, 5)) for _ in lengths]
+        positions = torch.cat([torch.arange(n) + at for n, at in zip(lengths, first, strict=True)])[None]
+        generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
+        ids = torch.randint(1, self.words, (1, sum(lengths)), generator=generator)
+        given: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+        if bool((positions.diff() == 1).any()) and self.rng.random() < 0.5:
+            given["labels"] = ids.masked_fill(torch.nn.functional.pad(positions.diff() != 1, (1, 0), value=True), -100)
+        self.say(f"{lengths} {'labels' if 'labels' in given else ''}")
+        with torch.no_grad():
+            got = self.shared(**given)
+            if self.alone is None:
+                return
+            want = self.alone(**given, use_cache=False)
+        if "labels" in given:
+            self.close(got.loss, want.loss, "loss of a flattened row")
+            return
+        self.close(got.logits, want.logits, "a flattened row")
 
     def evaluate(self) -> None:
         """A loss without gradients, or hidden states."""
