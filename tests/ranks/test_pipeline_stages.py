@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 from weft.errors import WeftError
 from weft.pipeline import Edge, Schedule, StageGraph, schedule
@@ -134,6 +135,12 @@ def keep_things() -> None:
     fully_shard(sharded[dist.get_rank()], mesh=[DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])][dist.get_rank()])
     with pytest.raises(ValueError, match="has modules of FSDP, and schedule zero-bubble runs its backward pass in two"):
         make_pipe(sharded, "zero-bubble")
+    replicas, groups = seeded(Layer, Layer)(), [dist.new_group([rank]) for rank in range(2)]
+    replicas[dist.get_rank()].up = DistributedDataParallel(
+        replicas[dist.get_rank()].up, process_group=groups[dist.get_rank()]
+    )
+    with pytest.raises(ValueError, match=r"DistributedDataParallel, .*average the gradients over the replicas"):
+        make_pipe(replicas)
     # A weight that two stages of a rank share.
     shared = seeded(Layer, Layer, Layer, Layer)
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from weft.comm.deadline import Deadline, listening
-from weft.comm.tags import CLAIM_BYTES, DEFAULT_TAG, FIRST_TAG, Lease, Line, Mark, Tag, ledger_of, turn
+from weft.comm.tags import CLAIM_BYTES, DEFAULT_TAG, FIRST_TAG, Lease, Line, Mark, Tag, ledger_of, refuse_fork, turn
 from weft.comm.tell import MOST_BYTES, swap, tell
 from weft.comm.window import host_ids_of, number_hosts, why_apart
 from weft.errors import PeerLost, PeerMismatch, PeerTimeout, WeftError
@@ -46,7 +46,7 @@ _leave_alone: ContextVar[bool] = ContextVar("weft_leave_gloo_threads_alone", def
 
 
 class Group:
-    """A process group whose waits all end, with its ranks' hosts. Making one is collective over `pg`.
+    """A process group whose waits all end, with its ranks' hosts. Making the first one is collective over `pg`.
 
     Ranks count within the group. `timeout` seconds is the deadline of each operation that is not given its
     own. `hosts` has the host of each rank; `apart` says why ranks of one machine count as several, where they do.
@@ -58,8 +58,11 @@ class Group:
         there.wait(what="step 1 of the ring")
     """
 
-    def __init__(self, pg: ProcessGroup, *, timeout: float, line: Line = Line.GROUP) -> None:
-        """`line` is that of `agree`, `barrier` and `tell`, unless they are told another one."""
+    def __init__(self, pg: ProcessGroup, *, timeout: float, line: Line = Line.GROUP, what: str = "Group") -> None:
+        """`line` is that of `agree`, `barrier` and `tell`, unless they are told another one.
+
+        `what` is what the user called, for errors.
+        """
         backends = dist.get_backend_config(pg)
         if "cpu:" not in backends:
             raise ValueError(
@@ -69,7 +72,7 @@ class Group:
         self.pg = pg
         self.rank, self.size = pg.rank(), pg.size()
         self.timeout, self.line = timeout, line
-        ids = host_ids_of(pg, timeout=timeout)
+        ids = host_ids_of(pg, timeout=timeout, what=what)
         self.hosts, self.apart = number_hosts(ids), why_apart(ids)
 
     def send(self, tensor: Tensor, dst: int, *, tag: int = DEFAULT_TAG) -> Transfer:
@@ -142,6 +145,7 @@ class Group:
         return [word[_DIGEST_BYTES:] for word in words]
 
     def _check(self, peer: int, tag: int) -> None:
+        refuse_fork(self.pg)
         if not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(
                 f"peer is rank {peer}, expected 0 to {self.size - 1} except this rank, {self.rank}; "

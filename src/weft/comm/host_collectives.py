@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from weft import _core
 from weft.comm.deadline import Deadline
+from weft.comm.tags import refuse_fork
 from weft.comm.window import Window
 from weft.errors import PeerMismatch, PeerTimeout, WeftError
 
@@ -176,6 +177,7 @@ class Banks:
     def __init__(self, pg: ProcessGroup, bank_bytes: int, *, timeout: float) -> None:
         Deadline.after(timeout)  # refuses a wrong one
         self.rank, self.size, self.timeout, self.bank_bytes = pg.rank(), pg.size(), timeout, bank_bytes
+        self._pg = pg
         words = -(-_core.EXCHANGE_BLOCK_BYTES // 4)
         self.window = Window.create(pg, BANKS * bank_bytes, counters_per_rank=words, timeout=timeout)
         if len(self.window.ranks) != self.size:
@@ -197,7 +199,8 @@ class Banks:
         return (self._turn + 1) % 2**32
 
     def check(self, what: str) -> None:
-        """Raises where an earlier turn has failed."""
+        """Raises where an earlier turn has failed, and in a fork, which would post in the name of its parent."""
+        refuse_fork(self._pg)
         if self._failure is not None:
             raise WeftError(f"{what}: an earlier call on this group failed ({self._failure}); make a new group")
 

@@ -12,10 +12,14 @@ under way at a time (overlapped matmuls: each waits for the one before) they are
 several may be (asynchronous reshards) each has a lease of some. Ranks find the same free tags without a message more
 than they exchange anyway: each says with its agreement (`Group.lease`) which parts of the line it still uses, and the
 first run of parts that nobody uses is the lease. So no count can run out of step, whichever calls were refused where.
+
+Beside the tags is what else this rank keeps of a process group: whose turn it is, what is known of its ranks, and
+whether the group is this process's own, or came to it by a fork.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +27,10 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import reduce
 from operator import or_
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from weft.comm.deadline import Deadline
@@ -201,6 +207,7 @@ class _GroupState:
     def __init__(self) -> None:
         self.ledgers: dict[Line, Ledger] = {}
         self.turns: dict[str, threading.RLock] = {}
+        self.facts: dict[str, list[Any]] = {}
 
 
 # Beside a process group, because those who use it know nothing of each other; it goes with the group.
@@ -214,6 +221,12 @@ def ledger_of(pg: ProcessGroup, line: Line) -> Ledger:
         return _states.setdefault(pg, _GroupState()).ledgers.setdefault(line, Ledger(line))
 
 
+def facts_of(pg: ProcessGroup) -> dict[str, list[Any]]:
+    """What all ranks of a process group have said of themselves, by name: see `comm.tell.know_all`."""
+    with _lock:
+        return _states.setdefault(pg, _GroupState()).facts
+
+
 @contextmanager
 def turn(pg: ProcessGroup, name: str, deadline: Deadline) -> Iterator[None]:
     """Threads of this rank that do the same thing on a process group (`name`) do so one after the other.
@@ -221,6 +234,7 @@ def turn(pg: ProcessGroup, name: str, deadline: Deadline) -> Iterator[None]:
     Their messages, and their words in the store, would otherwise be taken for each other's. The callers keep
     the order equal on all ranks, as for all collectives of a group.
     """
+    refuse_fork(pg)
     with _lock:
         lock = _states.setdefault(pg, _GroupState()).turns.setdefault(name, threading.RLock())
     if not lock.acquire(timeout=max(deadline.left(), 1e-3)):
@@ -229,3 +243,40 @@ def turn(pg: ProcessGroup, name: str, deadline: Deadline) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+# Forks ------------------------------------------------------------------------------------------------------
+
+# Groups that were there when this process was forked; those that weft had not met yet go with the default group.
+_inherited: WeakSet[Any] = WeakSet()
+_is_fork = False
+
+
+def is_inherited(pg: ProcessGroup) -> bool:
+    """Whether another process made the group, of which this one is a fork."""
+    return _is_fork and (pg in _inherited or dist.group.WORLD in _inherited)
+
+
+def refuse_fork(pg: ProcessGroup) -> None:
+    """Raises in a process that was forked after the group was made, before it touches the group.
+
+    A fork has the group's connections, those to the store among them, without the threads that serve them: its waits
+    do not end, and what it says there breaks the process that it came from.
+    """
+    if _is_fork and is_inherited(pg):
+        raise WeftError(
+            "this process was forked from the one that made the process group, expected a call in the process that "
+            "made it; fork before init_process_group, or start the process by spawn, and make a new group there"
+        )
+
+
+def _inherit() -> None:
+    global _is_fork, _lock
+    _lock = threading.Lock()  # another thread of the parent may have held it
+    _inherited.update(_states.keys())
+    if dist.is_initialized():
+        _inherited.add(dist.group.WORLD)
+    _is_fork = len(_inherited) > 0
+
+
+os.register_at_fork(after_in_child=_inherit)

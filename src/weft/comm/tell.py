@@ -4,7 +4,8 @@
   second one.
 - `swap`: the same where all sizes are known beforehand; one round.
 - `tell_all`: values that JSON can say, through the group's store, where there is no `Group`: files, set-up.
-- `Meeting`: several such steps in the store. Only for set-up (hosts, windows), where a store's latency does not matter.
+- `know_all`: what a rank says of itself once and for all, in the store; kept with the group.
+- `Meeting`: several steps in the store. Only for set-up (windows, reshards), where a store's latency does not matter.
 
 A size that comes from a peer is compared with the bound before memory is taken for it. Nothing is unpickled.
 """
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,8 +29,8 @@ from torch.distributed.distributed_c10d import Store
 
 from weft._torch import group_store
 from weft.comm.deadline import STORE, Deadline, at_work, listening
-from weft.comm.tags import Tag, turn
-from weft.errors import PeerLost, PeerMismatch, PeerTimeout
+from weft.comm.tags import Tag, facts_of, refuse_fork, turn
+from weft.errors import PeerLost, PeerMismatch, PeerTimeout, WeftError
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ _FRAME = 512
 _LENGTH = 8
 # Polling of a store starts fine, because ranks usually arrive together, and coarsens, because P ranks poll one server.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
+_MET = "met"
 
 
 class Arrival(Protocol):
@@ -147,13 +149,33 @@ def tell_all(what: str, mine: Any, *, group: ProcessGroup | None, timeout: float
         return held.gather("said", mine)
 
 
+def know_all(pg: ProcessGroup, name: str, mine: Any, *, deadline: Deadline, what: str) -> list[Any]:
+    """What each rank says of itself under this `name`: the same in every call, so that only the first one waits.
+
+    This is no meeting. It does not matter in which of its calls a rank says it: calls of different kinds may come in
+    another order on every rank, and one that ran out of time leaves nothing behind that the next could stumble over.
+    `what` is what the user called, for the error.
+    """
+    refuse_fork(pg)
+    facts = facts_of(pg)
+    if name not in facts:
+        asking = _Asking(store_of(pg), deadline, f"the start of {what}")
+        keys = [f"weft/{name}/{rank}" for rank in range(pg.size())]
+        asking.answer(lambda: asking.store.set(keys[pg.rank()], json.dumps(mine)))
+        texts, missing = asking.answer(lambda: asking.read(keys))
+        if missing:
+            raise PeerTimeout(f"{_ranks(missing)} at {asking.where}", seconds=deadline.seconds)
+        facts[name] = [json.loads(text) for text in texts]
+    return facts[name]
+
+
 @contextmanager
 def meeting(
-    pg: ProcessGroup, name: str, steps: Sequence[str], *, deadline: Deadline, store: Store | None
+    pg: ProcessGroup, name: str, steps: Sequence[str], *, deadline: Deadline, store: Store | None, what: str = ""
 ) -> Iterator[Meeting]:
     """A meeting of all ranks of `pg`; another one of this name waits until it is over on this rank."""
     with turn(pg, name, deadline):
-        yield Meeting(pg, name, steps, deadline=deadline, store=store)
+        yield Meeting(pg, name, steps, deadline=deadline, store=store, what=what)
 
 
 class Meeting:
@@ -164,15 +186,29 @@ class Meeting:
     that after a failure on some ranks the next meeting pairs up again. The first step must be of all ranks:
     whoever passed it knows that the previous meeting is over, and removes what it posted there, so that the
     store does not grow.
+
+    A step of all ranks (`gather`) is passed by all of them or by none: the first rank that sees all words, or that
+    gives up, writes so in the store, and what stands there counts for everybody. So a rank that comes after another
+    one gave up is told at once, and does not take that one's word for the word of a rank that is here.
     """
 
     def __init__(
-        self, pg: ProcessGroup, name: str, steps: Sequence[str], *, deadline: Deadline, store: Store | None
+        self,
+        pg: ProcessGroup,
+        name: str,
+        steps: Sequence[str],
+        *,
+        deadline: Deadline,
+        store: Store | None,
+        what: str = "",
     ) -> None:
+        """`what` is what the user called, for errors."""
+        refuse_fork(pg)
         self.rank, self.size = pg.rank(), pg.size()
         self._name, self._steps, self._deadline = name, tuple(steps), deadline
+        self._title = f"{what} ({name})" if what and what != name else name
         self._store = store_of(pg) if store is None else store
-        self._turn = self._answer(lambda: self._store.add(f"weft/{name}/turn/{self.rank}", 1), "count")
+        self._turn = self._at("count").answer(lambda: self._store.add(f"weft/{name}/turn/{self.rank}", 1))
 
     @property
     def number(self) -> int:
@@ -182,47 +218,103 @@ class Meeting:
     def post(self, step: str, value: Any) -> None:
         """Posts `value` (anything that JSON can say) as this rank's word for `step`."""
         text = json.dumps(value)
-        self._answer(lambda: self._store.set(self._key(step, self.rank), text), step)
+        self._at(step).answer(lambda: self._store.set(self._key(step, self.rank), text))
 
     def read(self, step: str, ranks: Sequence[int]) -> list[Any]:
         """What each of `ranks` posted for `step`; `PeerTimeout` names the ranks that did not."""
-        texts, missing = self._answer(lambda: self._poll(step, ranks), step)
+        asking, keys = self._at(step), [self._key(step, rank) for rank in ranks]
+        texts, missing = asking.answer(lambda: asking.read(keys))
         if missing:
-            who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            raise PeerTimeout(f"{who} at step '{step}' of {self._name}", seconds=self._deadline.seconds)
+            raise self._late([ranks[index] for index in missing], asking)
         return [json.loads(text) for text in texts]
 
     def gather(self, step: str, value: Any) -> list[Any]:
-        """Posts `value` and reads what every rank posted, in rank order."""
-        self.post(step, value)
-        values = self.read(step, range(self.size))
+        """Posts `value` and reads what every rank posted, in rank order; on all ranks, or none gets through."""
+        asking, keys = self._at(step), [self._key(step, rank) for rank in range(self.size)]
+        verdict = self._key(step, "verdict")
+        try:
+            self.post(step, value)
+            texts, missing = asking.answer(lambda: asking.read(keys, unless=verdict))
+            said = self._settle(asking, verdict, missing)
+        except WeftError:
+            raise
+        except BaseException as error:  # Ctrl-C, or a word that cannot be said
+            asking.is_over = True
+            with suppress(WeftError):
+                self._settle(asking, verdict, [], ended=type(error).__name__)
+            raise
+        if said != _MET:
+            raise self._given_up(asking, **json.loads(said))
+        if missing:  # the last one came just now
+            texts, _ = asking.answer(lambda: asking.read(keys))
         if step == self._steps[0]:
-            self._answer(self._forget_previous, step)
-        return values
+            asking.answer(self._forget_previous)
+        return [json.loads(text) for text in texts]
 
-    def _key(self, step: str, rank: int, *, ago: int = 0) -> str:
-        return f"weft/{self._name}/{self._turn - ago}/{step}/{rank}"
+    def _settle(self, asking: _Asking, verdict: str, missing: Sequence[int], *, ended: str = "") -> str:
+        """What counts for all ranks: that they met, or who gave up and why. This rank's view, if it is the first."""
+        why = {"by": self.rank, "seconds": asking.deadline.seconds, "missing": list(missing), "ended": ended}
+        mine = json.dumps(why) if missing or ended else _MET
+        return asking.answer(lambda: self._store.compare_set(verdict, "", mine).decode())
+
+    def _given_up(self, asking: _Asking, *, by: int, seconds: float, missing: list[int], ended: str) -> WeftError:
+        """What to raise where rank `by` gave up, by a time-out or an exception of its own."""
+        if by == self.rank:
+            return self._late(missing, asking)
+        again = "All ranks give up this call; the next one is good if all ranks make it"
+        if not ended and self.rank not in missing:
+            return PeerTimeout(f"{_ranks(missing)} at {asking.where}, and rank {by} gave up. {again}", seconds=seconds)
+        why = f"was ended by {ended}" if ended else f"waited {seconds:g} s for {_ranks(missing)}"
+        return PeerLost(f"rank {by} gave up at {asking.where}: it {why}. {again}")
+
+    def _late(self, missing: Sequence[int], asking: _Asking) -> PeerTimeout:
+        return PeerTimeout(f"{_ranks(missing)} at {asking.where}", seconds=self._deadline.seconds)
+
+    def _at(self, step: str) -> _Asking:
+        return _Asking(self._store, self._deadline, f"step '{step}' of {self._title}")
+
+    def _key(self, step: str, who: int | str, *, ago: int = 0) -> str:
+        return f"weft/{self._name}/{self._turn - ago}/{step}/{who}"
 
     def _forget_previous(self) -> None:
-        for step in self._steps:
-            self._store.delete_key(self._key(step, self.rank, ago=1))
+        """Also of those before it, where they failed. One rank forgets what counted for all."""
+        ago = 1
+        while self._store.check([self._key(self._steps[0], self.rank, ago=ago)]):
+            for step in self._steps:
+                self._store.delete_key(self._key(step, self.rank, ago=ago))
+            for step in self._steps if self.rank == 0 else ():
+                self._store.delete_key(self._key(step, "verdict", ago=ago))
+            ago += 1
 
-    def _poll(self, step: str, ranks: Sequence[int]) -> tuple[list[str], list[int]]:
+
+class _Asking:
+    """Questions to a store until a deadline. `where` the caller is, for errors."""
+
+    def __init__(self, store: Store, deadline: Deadline, where: str) -> None:
+        self.store, self.deadline, self.where = store, deadline, where
+        self.is_over = False  # nobody waits for the answer any more
+
+    def read(self, keys: Sequence[str], *, unless: str | None = None) -> tuple[list[str], list[int]]:
+        """The values of all keys; or none of them, and which keys were missing at the deadline.
+
+        All are missing where there is a key `unless` before that.
+        """
         # Not Store.wait: a FileStore rounds its timeout up by seconds, and a TCPStore's wait keeps its other
         # callers out.
-        keys = [self._key(step, rank) for rank in ranks]
         pause = _FIRST_PAUSE
-        while not self._store.check(keys):
-            if self._deadline.left() == 0.0:
-                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
+        while not self.store.check(list(keys)):
+            if self.is_over or (unless is not None and self.store.check([unless])):
+                return [], list(range(len(keys)))
+            if self.deadline.left() == 0.0:
+                missing = [index for index, key in enumerate(keys) if not self.store.check([key])]
                 if missing:
                     return [], missing
                 break  # the last one came just now
-            time.sleep(min(pause, self._deadline.left()))
+            time.sleep(min(pause, self.deadline.left()))
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return [self._store.get(key).decode() for key in keys], []
+        return [self.store.get(key).decode() for key in keys], []
 
-    def _answer(self, call: Callable[[], T], step: str) -> T:
+    def answer(self, call: Callable[[], T]) -> T:
         """`call()` in a thread, because a store blocks its client for ever when its server hangs or is cut off."""
         future: Future[T] = Future()
 
@@ -233,17 +325,20 @@ class Meeting:
                 except Exception as error:
                     future.set_exception(error)
 
-        threading.Thread(target=ask, name=f"weft-{self._name}", daemon=True).start()
-        where = f"at step '{step}' of {self._name}"
+        threading.Thread(target=ask, name="weft-store", daemon=True).start()
         try:
-            return future.result(timeout=self._deadline.left() + STORE.seconds)
+            return future.result(timeout=self.deadline.left() + STORE.seconds)
         except FutureTimeout:
             raise PeerTimeout(
-                f"the group's store, which does not answer, {where}", seconds=self._deadline.seconds
+                f"the group's store, which does not answer, at {self.where}", seconds=self.deadline.seconds
             ) from None
         except RuntimeError as error:  # the base of torch's store and network errors
             reason = str(error).splitlines()[0]
-            raise PeerLost(f"the process that hosts the group's store is gone, {where}: {reason}") from error
+            raise PeerLost(f"the process that hosts the group's store is gone, at {self.where}: {reason}") from error
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def store_of(pg: ProcessGroup) -> Store:

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import Store
 from weft.comm.deadline import Deadline
 from weft.comm.signal import Counters
 from weft.comm.tags import Line
-from weft.comm.tell import Meeting, meeting
+from weft.comm.tell import Meeting, know_all, meeting
 from weft.errors import PeerMismatch, WindowUnavailable
 
 _NAME = "weft-window"
@@ -307,14 +307,16 @@ def _namespace(kind: str) -> int:
 
 
 def hosts_of(pg: ProcessGroup, *, timeout: float) -> tuple[int, ...]:
-    """The host index of each rank of `pg`, the same on every rank. Collective over `pg`, through its store."""
-    return number_hosts(host_ids_of(pg, timeout=timeout))
+    """The host index of each rank of `pg`, the same on every rank. The first call waits for all ranks of `pg`."""
+    return number_hosts(host_ids_of(pg, timeout=timeout, what="hosts_of"))
 
 
-def host_ids_of(pg: ProcessGroup, *, timeout: float) -> list[str]:
-    """The `host_id` of each rank of `pg`. Collective, as `hosts_of`."""
-    with meeting(pg, "hosts", ("enter",), deadline=Deadline.after(timeout), store=None) as held:
-        return held.gather("enter", host_id())
+def host_ids_of(pg: ProcessGroup, *, timeout: float, what: str) -> list[str]:
+    """The `host_id` of each rank of `pg`, as `hosts_of`. A rank stays on its host, so that each says it once.
+
+    `what` is what the user called, for errors.
+    """
+    return know_all(pg, "hosts", host_id(), deadline=Deadline.after(timeout), what=what)
 
 
 def number_hosts(ids: Sequence[str]) -> tuple[int, ...]:

@@ -77,13 +77,13 @@ def reshard(
     result, also where that is empty. `async_op=True` copies the source, which may change at once, and returns a
     `Handle`. What cannot be right is refused on all ranks before a byte moves.
     """
-    given = _Arguments.of(group, timeout)
+    given = _Arguments.of("reshard", group, timeout)
     with given.noting():
         given.add_source(_NAME, tensor, src)
     with given.noting():
         given.add_target(_NAME, (dst_mesh, dst_placements), out, dtype=dtype, only_floating=False, cast=False)
     options = TransferOptions(cluster, strategy, chunk_bytes, max_staging_bytes)
-    job, way = given.job("reshard", options, differentiable=True)
+    job, way = given.job(options, differentiable=True)
     source = tensor.to_local() if way is not None and isinstance(tensor, DTensor) else tensor
 
     def result(shards: Callable[[], dict[str, Tensor]]) -> Tensor:
@@ -122,7 +122,7 @@ def reshard_state_dict(
 
     Returns name -> tensor for what this rank has of the destination, or a `Handle`. Not differentiable.
     """
-    given = _Arguments.of(group, timeout)
+    given = _Arguments.of("reshard_state_dict", group, timeout)
     with given.noting():
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}, expected a floating one: only floating tensors are cast to it")
@@ -134,7 +134,7 @@ def reshard_state_dict(
         for name, where in (dst or {}).items():
             given.add_target(name, where, (out or {}).get(name), dtype=dtype, only_floating=True, cast=cast)
     options = TransferOptions(cluster, strategy, chunk_bytes, max_staging_bytes)
-    job, _ = given.job("reshard_state_dict", options, differentiable=False)
+    job, _ = given.job(options, differentiable=False)
     mine = {spec.name for spec in job.specs if job.rank in spec.dst.mesh.ranks}
 
     def result(shards: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -153,11 +153,13 @@ for _each in (reshard, reshard_state_dict, Handle.wait):
 class _Arguments:
     """This rank's tensors of both sides, by name.
 
+    asked:    the function that the user called
     shards:   of the source, as the user gave them
     outs:     to be written into, as the user gave them
     wrappers: how results become DTensors
     """
 
+    asked: str
     comm: Group
     problem: Exception | None = None
     sources: dict[str, Source] = field(default_factory=dict)
@@ -173,7 +175,7 @@ class _Arguments:
         self.hosts = dict(zip(self.ranks, self.comm.hosts, strict=True))
 
     @classmethod
-    def of(cls, group: ProcessGroup | Group | None, timeout: float | None) -> _Arguments:
+    def of(cls, asked: str, group: ProcessGroup | Group | None, timeout: float | None) -> _Arguments:
         """None yet; `group` as the public functions take it."""
         pg: Any = dist.group.WORLD if group is None else group
         if pg is dist.GroupMember.NON_GROUP_MEMBER:
@@ -183,7 +185,8 @@ class _Arguments:
             Deadline.after(RESHARD.of(timeout))
         except (ValueError, TypeError) as error:
             problem, timeout = error, None
-        given = cls(pg if isinstance(pg, Group) else Group(pg, timeout=RESHARD.of(timeout, pg)), problem)
+        comm = pg if isinstance(pg, Group) else Group(pg, timeout=RESHARD.of(timeout, pg), what=asked)
+        given = cls(asked, comm, problem)
         with given.noting():
             check_mode()
         return given
@@ -273,10 +276,10 @@ class _Arguments:
         check_ranks(mesh.mesh.reshape(-1).tolist(), self.hosts)
         return self.hosts
 
-    def job(self, asked: str, options: TransferOptions, *, differentiable: bool) -> tuple[TransferJob, _WayBack | None]:
+    def job(self, options: TransferOptions, *, differentiable: bool) -> tuple[TransferJob, _WayBack | None]:
         """The move of all tensors, and the way back if it is to be differentiated, once all ranks have met."""
         records = torch.is_grad_enabled()
-        request = RankRequest(f"{asked}: {options}", self.sources, self.targets, recording=records)
+        request = RankRequest(f"{self.asked}: {options}", self.sources, self.targets, recording=records)
         request.writes = bool(self.outs)
         request.gradient = differentiable and records and any(x.requires_grad for x in self.shards.values())
         shards: dict[str, Tensor] = {}
@@ -288,8 +291,8 @@ class _Arguments:
             request.source_ties, request.target_ties = find_ties(shards), find_ties(outs)
         request.problem = self.problem
         with turn(self.comm.pg, Line.RESHARD.title, Deadline.after(self.comm.timeout)):
-            joint = exchange(self.comm, self.ranks, request)
-            note, written = f"{asked} {joint.number}", list(self.outs.values())
+            joint = exchange(self.comm, self.ranks, request, self.asked)
+            note, written = f"{self.asked} {joint.number}", list(self.outs.values())
             job = TransferJob(
                 self.comm, joint.specs, shards, outs, options, device=self.device, note=note, written=written
             )

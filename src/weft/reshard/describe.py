@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from weft.comm import Group
 from weft.comm.deadline import Deadline
-from weft.comm.tell import Meeting
+from weft.comm.tell import Meeting, meeting
 from weft.errors import PeerMismatch
 from weft.layout import Layout, Mesh, ShardSizes
 from weft.reshard.spec import LINEAR, TensorSpec
@@ -96,25 +96,27 @@ class JointRequest:
     number: int
 
 
-def exchange(group: Group, ranks: Sequence[int], request: RankRequest) -> JointRequest:
-    """All that any rank says, joined. Collective; `ranks` are those of the group.
+def exchange(group: Group, ranks: Sequence[int], request: RankRequest, what: str) -> JointRequest:
+    """All that any rank says, joined. Collective; `ranks` are those of the group, `what` the user called.
 
-    A rank with a problem raises it here, and all others say what it is.
+    A rank with a problem raises it here, and all others say what it is. Where one does not come in time, all leave
+    here, and the group is as good as before: nobody goes on to messages that another rank will not send.
     """
-    deadline = Deadline.after(group.timeout)
-    meeting = Meeting(group.pg, "reshard", ("has", "src", "dst"), deadline=deadline, store=None)
+    deadline, steps = Deadline.after(group.timeout), ("has", "src", "dst", "known")
     texts, problem = _texts(request)
-    rows = meeting.gather("has", _row(request, texts, problem))
-    if problem is not None:
-        raise problem
-    for rank, row in enumerate(rows):
-        if row["problem"] is not None:
-            raise PeerMismatch(f"rank {ranks[rank]} refused to reshard: {row['problem']}")
-    _check_same([str(row["ask"]) for row in rows], ranks)
-    sources = _read(meeting, "src", rows, texts, read_source, ranks)
-    targets = _read(meeting, "dst", rows, texts, read_target, ranks)
+    with meeting(group.pg, "reshard", steps, deadline=deadline, store=None, what=what) as held:
+        rows = held.gather("has", _row(request, texts, problem))
+        if problem is not None:
+            raise problem
+        for rank, row in enumerate(rows):
+            if row["problem"] is not None:
+                raise PeerMismatch(f"rank {ranks[rank]} refused to reshard: {row['problem']}")
+        _check_same([str(row["ask"]) for row in rows], ranks)
+        told = [_read(held, "src", rows, texts), _read(held, "dst", rows, texts)]
+        held.gather("known", None)
+    sources, targets = _parse(told[0], read_source, ranks), _parse(told[1], read_target, ranks)
     specs = join(sources, targets)
-    return JointRequest(specs, _is_differentiable(rows, specs, ranks), meeting.number)
+    return JointRequest(specs, _is_differentiable(rows, specs, ranks), held.number)
 
 
 def _texts(request: RankRequest) -> tuple[dict[str, str | None], Exception | None]:
@@ -154,20 +156,21 @@ def _check_same(asks: Sequence[str], ranks: Sequence[int]) -> None:
 
 
 def _read(
-    meeting: Meeting,
-    step: str,
-    rows: Sequence[Mapping[str, Any]],
-    texts: Mapping[str, str | None],
-    read: Callable[[Any, Sequence[Layout]], Side],
-    ranks: Sequence[int],
-) -> list[SideReport[Side]]:
-    """What ranks say of one side; of those that say the same, the first one speaks."""
+    held: Meeting, step: str, rows: Sequence[Mapping[str, Any]], texts: Mapping[str, str | None]
+) -> dict[int, Any]:
+    """What ranks say of one side, by rank; of those that say the same, the first one speaks."""
     first = {str(row[step]): rank for rank, row in reversed(list(enumerate(rows))) if row[step] is not None}
     speakers = sorted(first.values())
-    if meeting.rank in speakers:
-        meeting.post(step, texts[step])
+    if held.rank in speakers:
+        held.post(step, texts[step])
+    return dict(zip(speakers, held.read(step, speakers), strict=True))
+
+
+def _parse(
+    told: Mapping[int, Any], read: Callable[[Any, Sequence[Layout]], Side], ranks: Sequence[int]
+) -> list[SideReport[Side]]:
     found: list[SideReport[Side]] = []
-    for rank, text in zip(speakers, meeting.read(step, speakers), strict=True):
+    for rank, text in told.items():
         side, ties = parse_side(text, read, ranks, most=MOST_BYTES)
         found.append((ranks[rank], side, ties))
     return found

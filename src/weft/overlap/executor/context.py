@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from weft._torch import group_by_name
 from weft.comm import Counters, Group, Transfer, Window
 from weft.comm.deadline import Deadline, listening, timeout_of
 from weft.comm.group import differences, make_way_for_compute
-from weft.comm.tags import Line, Mark
+from weft.comm.tags import Line, Mark, refuse_fork
 from weft.comm.tell import store_of, swap_tensors
 from weft.errors import PeerMismatch, PeerTimeout, WeftError, WindowUnavailable
 from weft.overlap.executor.planner import Planner
@@ -60,6 +59,7 @@ _lock = threading.Lock()
 
 def context_of(pg: ProcessGroup, line: Line = Line.OVERLAP) -> Context:
     """The context of a group; made on the first call, which all ranks must make."""
+    refuse_fork(pg)
     with _lock:
         entry = _contexts.get((pg, line))
         if entry is None:
@@ -84,7 +84,8 @@ class Context:
     """
 
     def __init__(self, pg: ProcessGroup, *, timeout: float, line: Line = Line.OVERLAP) -> None:
-        self.group, self.line = Group(pg, timeout=timeout, line=line), line
+        what = f"the first of {line.title} on the process group"
+        self.group, self.line = Group(pg, timeout=timeout, line=line, what=what), line
         make_way_for_compute()
         self.rank, self.size, self.hosts = self.group.rank, self.group.size, self.group.hosts
         shares_host = len(set(self.hosts)) < self.size
@@ -102,7 +103,6 @@ class Context:
         self._calls = 0  # those that all ranks have met for
         self._failure: str | None = None
         self._turn = threading.Lock()
-        self._process = os.getpid()
 
     def feasible(self, plan: OverlapPlan) -> OverlapPlan:
         """The plan as it can be followed here: by messages where the ranks of a host cannot share memory."""
@@ -117,8 +117,7 @@ class Context:
         A call counts, and with it the banks change, when all ranks have met for it. One that was refused before has
         not been, on this rank or on all: the next one takes the same bank.
         """
-        if os.getpid() != self._process:
-            raise WeftError("this process was forked from the one that made the process group; make a new group here")
+        refuse_fork(self.group.pg)
         deadline = Deadline.after(self.group.timeout)
         if not self._turn.acquire(timeout=deadline.seconds):
             raise PeerTimeout("the call of another thread on this process group", seconds=deadline.seconds)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from weft.comm.deadline import PIPELINE
+from weft.comm.tags import refuse_fork
 from weft.errors import WeftError
 from weft.layout import check_hosts
 from weft.layout.mesh import DeclaredCluster
@@ -263,6 +264,7 @@ class Pipeline:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """One call at a time: two would mix their tensors, in an order that differs from rank to rank."""
+        refuse_fork(self._channels.connections.short.pg)
         if not self._busy.acquire(blocking=False):
             raise WeftError(
                 "the pipeline is in a step already, on another thread or further up; expected one call at a time; make "

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from weft._torch import version_of
 from weft.kernels.dispatch import without_autocast
@@ -271,9 +272,16 @@ def make_stages(
 
 
 def _check_copies(index: int, module: nn.Module, schedule: Schedule) -> None:
-    """FSDP frees and exchanges weights by the one backward pass that it knows of."""
+    """FSDP frees and exchanges weights, and DDP averages gradients, by the one backward pass that they know of."""
     from torch.distributed.fsdp import FSDPModule  # here, as it is slow to import
 
+    if schedule.has_backward and any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        raise ValueError(
+            f"stage {index} has modules of DistributedDataParallel, which takes a step for one backward pass, so that "
+            "replicas would get different gradients; expected modules without it: give the one inside, and average "
+            "the gradients over the replicas after each step, or use FSDP2 (fully_shard) with a schedule that does not "
+            "split the backward pass"
+        )
     split = any(schedule.splits_backward(index, i) for i in range(schedule.microbatches))
     if split and any(isinstance(part, FSDPModule) for part in module.modules()):
         raise ValueError(

@@ -7,7 +7,6 @@ channels, cut up, since their plans are known to their own ranks only.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import Window
-from weft.comm.tags import CHUNKS_PER_CHANNEL, channel_tags
+from weft.comm.tags import CHUNKS_PER_CHANNEL, channel_tags, is_inherited
 from weft.comm.tell import store_of
 from weft.errors import LONGEST_SECONDS, PeerLost
 from weft.layout.mesh import DeclaredCluster
@@ -91,7 +90,7 @@ class Channels:
         self.failure: BaseException | None = None
         self.lost: set[int] = set()
         self._lock = threading.Lock()
-        self._closed, self._process = False, os.getpid()
+        self._closed = False
         self.buffers = ArrivalBuffers()
         self.zeros: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
         self.layouts = {route: placing.layouts(route) for route in routes.channels}
@@ -161,7 +160,7 @@ class Channels:
 
     def abandon(self) -> None:
         """`close` without the others, for a pipeline that nobody closed. They lose this rank in their next step."""
-        if os.getpid() == self._process:  # a fork has the connections, but not the threads that end them
+        if not is_inherited(self.connections.short.pg):  # a fork has the connections, but not the threads that end them
             self._close(together=False)
 
     def _close(self, *, together: bool) -> None:

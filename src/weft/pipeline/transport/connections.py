@@ -25,7 +25,7 @@ from weft._torch import gloo_group
 from weft.comm import Group, Transfer
 from weft.comm.deadline import STORE, Deadline, at_work
 from weft.comm.tags import DEFAULT_TAG, Line, Mark
-from weft.comm.tell import Meeting
+from weft.comm.tell import meeting
 from weft.errors import LONGEST_SECONDS, WeftError
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Connections:
 
     def _make(self, name: str, timeout: float) -> Group:
         self._made.append(gloo_group(name, self.world, timeout=timeout))
-        group = Group(self._made[-1], timeout=timeout)
+        group = Group(self._made[-1], timeout=timeout, what="Pipeline")
         # gloo connects when a message is first sent, and cannot tell that a rank died before that.
         group.barrier("pipeline")
         return group
@@ -114,8 +114,8 @@ class Connections:
 
 def _agree_on_name(pg: ProcessGroup, timeout: float) -> str:
     """A name that no group had before: that of the first rank. Collective over `pg`."""
-    meeting = Meeting(pg, "pipeline", ("name",), deadline=Deadline.after(timeout), store=None)
-    first = meeting.gather("name", secrets.token_hex(8))[0]
+    with meeting(pg, "pipeline", ("name",), deadline=Deadline.after(timeout), store=None, what="Pipeline") as held:
+        first = held.gather("name", secrets.token_hex(8))[0]
     return f"weft/pipeline/{int(first, 16):016x}"
 
 
