@@ -189,13 +189,14 @@ def matmul_all_to_all(
             f"destinations is {destinations.dtype} {list(destinations.shape)}, expected int64 [{x.shape[0]}]: "
             "a rank for each row of x"
         )
+    plain = _is_plain("matmul_all_to_all", x, dense, bias, destinations)
     if not torch.compiler.is_compiling() and destinations.numel():
         low, high = int(destinations.min()), int(destinations.max())
         if low < 0 or high >= group.size():
             raise ValueError(f"destinations are {low} to {high}, expected ranks of the group, 0 to {group.size() - 1}")
     promised, text = -1 if rows is None else rows, _text(plan, Op.ALL_TO_ALL, x)
     y: Tensor
-    if _is_plain("matmul_all_to_all", x, dense, bias, destinations):
+    if plain:
         context = context_of(group)
         weight, run = _packed(w, context), executor_for(context, x).matmul_scatter_rows
         y, _ = run(context, x, weight, destinations, bias=bias, plan=text)
