@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 import weft
 from weft.kernels import PackedWeight, cpu, cpu_attention, dispatch, linear
 from weft.kernels.dispatch import NATIVE, Kernels, dtypes_on, is_supported, kernels_for, routed
+from weft.kernels.norm import gate, rmsnorm
 
 
 def on_gpu(dtype=torch.float32):
@@ -101,3 +103,29 @@ def test_nothing_above_the_table_asks_for_a_device():
     files = [f for room in rooms for f in root.glob(room) if f.parent.name != "streams"]
     assert len(files) > 30
     assert [f.name for f in files if "cuda" in f.read_text(encoding="utf-8")] == []
+
+
+def _linear(x: torch.Tensor) -> torch.Tensor:
+    return weft.linear(x, weft.PackedWeight.from_dense(torch.ones(5, 8)))
+
+
+def _packed_here(x: torch.Tensor) -> torch.Tensor:
+    return weft.linear(torch.ones(3, 8), weft.PackedWeight.from_dense(x))
+
+
+def _attended(x: torch.Tensor) -> torch.Tensor:
+    q = x.view(3, 2, 4)
+    return weft.packed_attention(q, q, q, weft.PackedBatch.from_list([torch.zeros(3)]))
+
+
+@pytest.mark.parametrize("op", [_linear, _packed_here, _attended, lambda x: rmsnorm(x, None).out,
+                                lambda x: gate(x, activation="silu")])  # fmt: skip
+def test_forward_mode_is_refused_by_name(op: Any) -> None:
+    """torch gives ops that know no tangents zeros for them, without a word."""
+    x = torch.randn(3, 8)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(op, (x,), (torch.ones_like(x),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+    constant = torch.func.jvp(lambda t: op(x) * 0 + t.sum(), (x,), (torch.ones_like(x),))
+    assert torch.equal(constant[1], torch.full_like(constant[1], 24.0))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft._torch import tell_flop_counters
 from weft.kernels.cpu_attention import Scoring
-from weft.kernels.dispatch import kernels_for
+from weft.kernels.dispatch import kernels_for, refuse_tangents
 
 
 def attention(
@@ -34,6 +34,7 @@ def attention(
     torch.Size([5, 2, 16])
     """
     s = scoring
+    refuse_tangents("attention", q=q, k=k, v=v, bias=s.bias)
     tell_flop_counters(_FLOPS)
     out: Tensor
     out, _ = _op(
@@ -48,6 +49,7 @@ def self_attention(
 ) -> Tensor:
     """qkv [T, H + 2 Hkv, D], as one matmul gives it, -> [T, H, D]; its gradient is one tensor too."""
     s = scoring
+    refuse_tangents("attention", qkv=qkv, bias=s.bias)
     tell_flop_counters(_FLOPS)
     out: Tensor
     out, _ = _self_op(

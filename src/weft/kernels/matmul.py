@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from weft._torch import tell_flop_counters
 from weft.kernels import cpu
-from weft.kernels.dispatch import is_plain, kernels_for, layout_on
+from weft.kernels.dispatch import is_plain, kernels_for, layout_on, refuse_tangents
 from weft.kernels.freshness import Stamp
 from weft.kernels.tiles import Ready, Rows, TileOutput, TileSchedule
 
@@ -52,6 +52,7 @@ class PackedWeight:
         """
         if w.dim() != 2:
             raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
+        refuse_tangents("PackedWeight.from_dense", w=w)
         isa = isa or layout_on(w.device.type, w.dtype)
         source = w if w.requires_grad else None
         stamp = _stamp(source)  # before it is packed: a write in between must show
@@ -124,6 +125,7 @@ def linear(
     if not (x.is_cpu or torch.compiler.is_compiling()):
         kernels_for(x)  # raises where there are none: a meta tensor would pass for a fake one
     source = weight.checked_source()
+    refuse_tangents("linear", x=x, weight=source, bias=bias, residual=residual)
     rows, added = _as_matrix(x), None if residual is None else _as_matrix(residual)
     if out is not None or schedule is not None or ready is not None or done is not None:
         return _executor_call(x, rows, weight, bias, activation, added, out, threads, schedule, done, ready)

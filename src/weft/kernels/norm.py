@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.kernels.dispatch import kernels_for
+from weft.kernels.dispatch import kernels_for, refuse_tangents
 from weft.kernels.matmul import activation_grad
 
 
@@ -52,6 +52,7 @@ def _norm(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor | None, beta: Tensor | None, eps: float,
     rms: bool, isa: str, threads: int,
 ) -> NormOutput:  # fmt: skip
+    refuse_tangents("a norm", x=x, bias=bias, residual=residual, weight=weight, beta=beta)
     out, total, _, _ = _norm_op(x, bias, residual, weight, beta, eps, rms, isa, threads)
     return NormOutput(out, x if bias is None and residual is None else total)
 
@@ -139,6 +140,7 @@ def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, heads: int, isa: str = "", threads: int = 0
 ) -> Tensor:
     """x [T, H, D] with its first `heads` heads turned; cos and sin float32 [positions, D / 2], positions [T]."""
+    refuse_tangents("rotary", x=x)
     turned: Tensor = _rotary_op(x, cos, sin, positions, heads, 1.0, isa, threads)
     return turned
 
@@ -175,6 +177,7 @@ _rotary_op.register_autograd(_rotary_backward, setup_context=_rotary_setup)
 
 def gate(x: Tensor, *, activation: str, isa: str = "", threads: int = 0) -> Tensor:
     """activation(x[:, :N]) * x[:, N:]: x [M, 2 N] -> [M, N]. SwiGLU is "silu", GeGLU "gelu"."""
+    refuse_tangents("gate", x=x)
     gated: Tensor = _gate_op(x, activation, isa, threads)
     return gated
 
