@@ -14,7 +14,7 @@ from harness import run_ranks
 from weft.comm.host_collectives import HostGroup
 from weft.errors import PeerMismatch, PeerTimeout, WeftError
 from weft.kernels import PackedWeight, linear
-from weft.transformer.host import fused_matmul_all_reduce
+from weft.kernels.matmul import fused_matmul_all_reduce
 
 
 def _group(bank_bytes: int = 4096, timeout: float = 30.0) -> HostGroup:

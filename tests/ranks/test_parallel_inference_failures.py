@@ -14,9 +14,9 @@ from harness import run_ranks
 from parallel_cases import build
 from test_parallel_inference import program_of
 
+from weft.comm.host_collectives import HostWire
 from weft.errors import PeerTimeout, WeftError
 from weft.transformer.generation import generate
-from weft.transformer.host import HostWire
 
 DEADLINE = 1.5
 VICTIM = 1

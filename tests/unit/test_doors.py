@@ -95,7 +95,7 @@ def test_nobody_goes_around(name: str) -> None:
 # its door (`kernels/door.py`), memory that ranks share, and who only asks which CPU this is.
 NATIVE = (
     "kernels/", "comm/host_collectives.py", "comm/signal.py", "transformer/passes.py", "transformer/network.py",
-    "transformer/host.py", "bench/machine.py", "bench/packed.py", "cli/doctor.py",
+    "bench/machine.py", "bench/packed.py", "cli/doctor.py",
 )  # fmt: skip
 
 

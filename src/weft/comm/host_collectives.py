@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,12 @@ BANKS = _core.EXCHANGE_BANKS
 _SLICE_SECONDS = 0.5  # a signal handler runs only between two native waits
 _LINE = 64  # bytes of a cache line: where a bank starts
 _VIEWS = 1024  # tensors over banks that are kept for shapes seen before
+_SMALLEST_BANK = 1 << 20
+_TELLS = -1  # a tag that no hash is
+CHUNK_ROWS = 512  # what the ranks of a host sum at once: stays in the caches from the matmul to the sum
+
+Rows = tuple[int, int]  # address and stride
+Fill = Callable[[int, int, Rows], None]  # writes rows [first, first + count) to a place
 
 
 class HostGroup:
@@ -234,3 +241,74 @@ class Banks:
             )
         self._failure = str(error)
         raise error
+
+
+class HostWire:
+    """Sums of the rows that ranks compute, chunk by chunk: a rank computes the next while the others finish this one.
+
+    Collective to make; then every call is made by all ranks, in the same order. What they are about to do is hashed
+    once, for all exchanges of a pass.
+    """
+
+    def __init__(self, group: ProcessGroup, width: int, dtype: torch.dtype, *, timeout: float) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._form, self._itemsize = (width, dtype), dtype.itemsize
+        self._banks = Banks(group, max(CHUNK_ROWS * width * dtype.itemsize, _SMALLEST_BANK), timeout=timeout)
+        self._words: list[Any] = [memory.numpy() for memory in self._banks.memory]  # for what is said in a few words
+        self._tag, self._what = 0, ""
+
+    def fits(self, width: int, dtype: torch.dtype) -> bool:
+        """Whether it was made for such rows."""
+        return self._form == (width, dtype)
+
+    def begin(self, tag: int, what: str) -> None:
+        """What the exchanges that follow are for: a hash that is the same on all ranks, and its meaning in words."""
+        self._banks.check(what)
+        self._tag, self._what = tag, what
+
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What each rank says, a few int64 numbers, as many of each."""
+        banks, n = self._banks, 8 * len(numbers)
+        what = "what ranks say before a call"
+        banks.check(what)
+        bank = banks.next_turn % BANKS
+        self._words[self.rank][bank, :n].view("int64")[:] = numbers
+        banks.wait(banks.post(_TELLS), _TELLS, what)
+        return [words[bank, :n].view("int64").tolist() for words in self._words]
+
+    def sum_rows(
+        self, kernels: _core.Kernels, code: int, fill: Fill, rows: int, width: int, *, bias: int, out: Rows,
+        threads: int,
+    ) -> None:  # fmt: skip
+        """out [rows, width] = the sum over ranks, in their order, of what `fill` writes, + bias (an address, or 0)."""
+        step = min(CHUNK_ROWS, self._banks.bank_bytes // max(1, width * self._itemsize))
+        waiting: tuple[int, int, int] | None = None
+        banks = self._banks
+
+        def add_up(turn: int, first: int, count: int) -> None:
+            to = out[0] + first * out[1] * self._itemsize
+            arguments = (code, count, width, bias, to, out[1], threads)
+            banks.until(lambda s: banks.native.sum(kernels, turn, self._tag, s, *arguments), self._what)
+
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            fill(first, count, (banks.native.bank(self.rank, banks.next_turn), width))
+            turn = banks.post(self._tag)
+            if waiting is not None:
+                add_up(*waiting)
+            waiting = (turn, first, count)
+        if waiting is not None:
+            add_up(*waiting)
+
+    def gather(self, mine: Tensor, parts: list[Tensor]) -> None:
+        """parts[r] becomes what rank r gave; all contiguous and of one shape and dtype."""
+        given = mine.view(-1).view(torch.uint8)
+        taken = [part.view(-1).view(torch.uint8) for part in parts]
+        banks = self._banks
+        for first in range(0, given.numel(), banks.bank_bytes):
+            piece = given[first : first + banks.bank_bytes]
+            bank, n = banks.next_turn % BANKS, piece.numel()
+            banks.memory[self.rank][bank, :n] = piece
+            banks.wait(banks.post(self._tag), self._tag, self._what)
+            for memory, to in zip(banks.memory, taken, strict=True):
+                to[first : first + n] = memory[bank, :n]

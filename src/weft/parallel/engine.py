@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from weft._torch import own_buffers, own_parameters
+from weft.comm.host_collectives import HostWire
 from weft.kernels.attention import dropout_seed
 from weft.kernels.freshness import Stamp
 from weft.models.modules import Watch, check_global_hooks, check_hooks
@@ -27,7 +28,6 @@ from weft.parallel.rank_model import rank_model_of
 from weft.parallel.training import Noise, RankOps
 from weft.transformer.call import NO_EXTRAS, Extras, Inputs, check_vectors, digest
 from weft.transformer.exchange import agree, gather, gather_rows
-from weft.transformer.host import HostWire
 from weft.transformer.network import NetworkWire
 from weft.transformer.parts import RankModel, Share
 from weft.transformer.passes import RankProgram

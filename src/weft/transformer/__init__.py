@@ -3,7 +3,6 @@
 parts        each rank's part of a model, as values
 memory       what a program holds between calls: packed weights, tables, buffers, the cache
 call         one call: its inputs, what it hands out, and the checks before addresses go to the native core
-host         sums over the ranks of a host, through shared memory
 exchange     messages between ranks: agreement, sums, rows, columns, embedded words
 passes       `RankProgram`, and one pass through the layers, alone or with the ranks of one host
 network      the same pass with ranks on several hosts, on the overlapped matmuls

@@ -31,7 +31,6 @@ from weft.models.spec import (
 )
 from weft.transformer.parts import RankModel
 
-CHUNK_ROWS = 512  # what the ranks of a host sum at once: stays in the caches from the matmul to the sum
 _GROWTH = 1.25  # buffers are made this much larger than a batch that outgrew them
 _CACHE_GROWTH = 1.5  # a cache that is full grows at least so much
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from weft import _core
 from weft.comm.deadline import timeout_of
+from weft.comm.host_collectives import HostWire, Rows
 from weft.comm.window import hosts_of
 from weft.kernels import PackedWeight
 from weft.kernels.cpu import ACTIVATIONS, empty
@@ -21,7 +22,6 @@ from weft.models.spec import Embedding
 from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from weft.transformer.call import InferenceCall
 from weft.transformer.exchange import agree, exchange, gather_rows, lookup
-from weft.transformer.host import HostWire, Rows
 from weft.transformer.memory import PackedDense, PackedLayer, PassBuffers, Workspace
 from weft.transformer.parts import Share
 from weft.transformer.passes import Pass

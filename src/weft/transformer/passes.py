@@ -29,19 +29,11 @@ import torch
 from torch import Tensor
 
 from weft import _core
+from weft.comm.host_collectives import CHUNK_ROWS, Fill, HostWire, Rows
 from weft.kernels.cpu import ACTIVATIONS, empty, thread_count
 from weft.models.spec import Embedding, NormOrder
 from weft.transformer.call import NO_EXTRAS, Extras, InferenceCall, Inputs, Keys, checked_call
-from weft.transformer.host import Fill, HostWire, Rows
-from weft.transformer.memory import (
-    CHUNK_ROWS,
-    NormAddresses,
-    PackedDense,
-    PackedLayer,
-    PassBuffers,
-    RankCache,
-    Workspace,
-)
+from weft.transformer.memory import NormAddresses, PackedDense, PackedLayer, PassBuffers, RankCache, Workspace
 from weft.transformer.parts import RankModel
 
 if TYPE_CHECKING:

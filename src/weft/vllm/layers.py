@@ -33,7 +33,7 @@ from weft._torch import multiplies_bfloat16
 from weft.kernels import PackedWeight, linear
 from weft.kernels.dispatch import layout_on
 from weft.kernels.freshness import Stamp
-from weft.transformer.host import fused_matmul_all_reduce
+from weft.kernels.matmul import fused_matmul_all_reduce
 from weft.vllm.communicator import WindowCommunicator, lean_group
 
 logger = init_logger("vllm.plugins.weft")  # below "vllm", whose handlers and level it has
