@@ -149,3 +149,23 @@ def test_a_copy_has_its_own_buffers() -> None:
         got = packed(ids, attention_mask=mask).last_hidden_state[mask.bool()]
         want = model(ids, attention_mask=mask, token_type_ids=torch.zeros_like(ids)).last_hidden_state[mask.bool()]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_were_given_to_fsdp_are_named() -> None:
+    """Whatever class FSDP2 made of a layer: the remedy is another call of fully_shard."""
+    from torch.distributed.fsdp import FSDPModule
+
+    model = made("Llama")
+    kind = type(model.layers[0])
+    model.layers[0].__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    with pytest.raises(ValueError, match=r"LlamaModel.layers.0 was given to fully_shard"):
+        weft.pack(model)
+
+
+def test_lists_of_numbers_of_any_kind() -> None:
+    import numpy as np
+
+    batch = weft.PackedBatch.from_list([list(np.arange(3)), [4, np.int32(5)]])
+    assert batch.values.tolist() == [0, 1, 2, 4, 5]
+    with pytest.raises(ValueError, match="expected a tensor"):
+        weft.PackedBatch.from_list([[True, False]])

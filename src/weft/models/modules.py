@@ -100,6 +100,7 @@ def check_untouched(root: nn.Module, is_known: Callable[[type], bool], *, called
         if module in running:
             continue
         where, kind = f"{type(root).__name__}.{name}", type(module)
+        _check_sharded(module, where)
         if not is_known(kind):
             raise Unsupported(
                 f"{where} is a {kind.__module__}.{kind.__name__}, which a packed model does not know; merge adapters, "
@@ -119,15 +120,19 @@ def check_hooks(root: nn.Module, *, called: Iterable[nn.Module]) -> None:
     check_global_hooks()
 
 
+def _check_sharded(module: nn.Module, where: str) -> None:
+    if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        raise Unsupported(
+            f"{where} was given to fully_shard, but the layers of a packed or parallel model are not called one by one, "
+            "so that they would not be gathered; give the whole model to fully_shard, not its layers"
+        )
+
+
 def _check_module(module: nn.Module, where: str) -> None:
     state = module.__dict__
     for key, what in _HOOKS.items():
         for hook in state[key].values():
-            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):  # FSDP's own
-                raise Unsupported(
-                    f"{where} was given to fully_shard, but the layers of a parallel model are not called one by one, "
-                    "so that they would not be gathered; give the whole model to fully_shard, not its layers"
-                )
+            _check_sharded(module, where)
             if not _is_harmless(hook):
                 raise Unsupported(f"{where} has a hook ({what} {_name(hook)}), {_NOT_RUN}; remove it")
     if "forward" in state:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -250,8 +251,8 @@ def _kind(value: object) -> str:
 def _as_sequence(given: object) -> Tensor:
     if isinstance(given, Tensor):
         return given
-    if isinstance(given, list | tuple) and all(type(i) is int for i in given):
-        return torch.tensor(given, dtype=torch.int64)
+    if isinstance(given, list | tuple) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in given):
+        return torch.tensor([int(i) for i in given], dtype=torch.int64)
     raise ValueError(
         f"a sequence is a {type(given).__name__}, expected a tensor [length, ...] or a list of ids; a tokenizer "
         "makes ids of texts"
