@@ -123,7 +123,7 @@ def check_hooks(root: nn.Module, *, called: Iterable[nn.Module]) -> None:
 def _check_sharded(module: nn.Module, where: str) -> None:
     if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
         raise Unsupported(
-            f"{where} was given to fully_shard, but the layers of a packed or parallel model are not called one by one, "
+            f"{where} was given to fully_shard, but layers of a packed or parallel model are not called one by one, "
             "so that they would not be gathered; give the whole model to fully_shard, not its layers"
         )
 
