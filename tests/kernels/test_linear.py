@@ -290,3 +290,13 @@ def test_rounding_errors_grow_slowly_with_k(k: int) -> None:
     x, w = torch.randn(32, k, generator=g), torch.randn(64, k, generator=g)
     errors = linear(x, PackedWeight.from_dense(w)).double() - x.double() @ w.double().t()
     assert errors.abs().max() < 5e-6 * k**0.5
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast_changes_nothing(grad):
+    x, w = torch.randn(3, 8), torch.randn(5, 8, requires_grad=grad)
+    packed = PackedWeight.from_dense(w)
+    wanted = linear(x, packed)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.nn.functional.linear(x, w).dtype == torch.bfloat16
+        assert torch.equal(linear(x, packed), wanted)  # float32: the docstring says so

@@ -55,6 +55,7 @@ def test_encoder_masks_mean_what_they_mean_in_torch():
             {"mask": causal},
             {"mask": causal == float("-inf"), "is_causal": True},
             {"mask": torch.zeros(6, 6)},
+            {"mask": torch.zeros(6, 6), "is_causal": False},
             {},
         ):
             for hidden in (None, padding, additive):
@@ -71,6 +72,8 @@ def test_encoder_masks_mean_what_they_mean_in_torch():
     ("arguments", "message"),
     [
         ({"is_causal": True}, "a hint about the mask, and there is none"),
+        ({"mask": torch.zeros(6, 6), "is_causal": True}, "a hint about the mask, but this one hides nothing"),
+        ({"mask": torch.zeros(6, 6, dtype=torch.bool), "is_causal": True}, "or is_causal=False"),
         ({"mask": torch.randn(6, 6)}, "only a causal mask"),
         ({"mask": torch.zeros(12, 6, 6)}, "only a causal mask"),
         ({"mask": torch.zeros(5, 5)}, "for the length of src"),

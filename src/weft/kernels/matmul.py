@@ -108,6 +108,9 @@ def linear(
     float32, or bfloat16 with float32 sums. `activation` is None, "gelu", "gelu_tanh", "silu" or "relu". Rows of `x`,
     `residual` and `out` may be strided. `threads=0` takes as many as torch uses.
 
+    `torch.autocast` changes nothing: the result has the type of `x`, which is that of the weight, because a packed
+    weight cannot be cast without packing it again. For bfloat16 pack a bfloat16 weight, and cast `x`.
+
     `schedule` gives the tiles, their order and their groups; `done`, int32 counters, one a group, are bumped as tiles
     finish, and `ready` says what tiles must wait for. These, and `out`, make the call one of the executor's: it
     records no gradient.

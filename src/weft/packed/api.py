@@ -277,5 +277,10 @@ def _hides_later(mask: Tensor | None, is_causal: bool | None) -> bool:
         if is_plain and torch.equal(hidden, torch.ones_like(hidden).triu(1)):
             return True
         if is_plain and not bool(hidden.any()):
+            if is_causal:  # torch believes the hint with gradients, and the mask without
+                raise ValueError(
+                    "is_causal=True is a hint about the mask, but this one hides nothing; expected a causal mask; "
+                    "pass generate_square_subsequent_mask, or is_causal=False"
+                )
             return False
     raise Unsupported("only a causal mask is supported; got another mask, expected generate_square_subsequent_mask")

@@ -113,6 +113,90 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best[:, :count], at[:, :count]
 
 
+# Of a model's generation config: what is followed, and what changes no token that is chosen here. Lengths are the
+# caller's, there is no padding and always a prompt, beams are refused by their number, logits that are no numbers are
+# an error, and an assistant's guesses are checked by the model. All else is refused unless it is None or neutral.
+_KNOWN = {
+    "eos_token_id", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "min_length", "min_new_tokens",
+    "suppress_tokens", "begin_suppress_tokens",
+    "max_length", "max_new_tokens", "pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version",
+    "use_cache", "max_cache_len", "compile_config", "disable_compile", "continuous_batching_config", "low_memory",
+    "prefill_chunk_size", "return_dict_in_generate", "early_stopping", "length_penalty", "diversity_penalty",
+    "renormalize_logits", "remove_invalid_values", "is_assistant", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
+    "target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+}  # fmt: skip
+_OF_DRAWS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_NEUTRAL: dict[str, Any] = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0,
+    "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "guidance_scale": 1.0, "token_healing": False,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "penalty_alpha": 0.0, "use_mtp": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a model's generation config does to logits: a penalty on tokens that came before, tokens that come never or
+    not first, and how many tokens come before an end, with the prompt (least) or without it."""
+
+    penalty: float = 1.0
+    never: tuple[int, ...] = ()
+    not_first: tuple[int, ...] = ()
+    least: int = 0
+    least_new: int | None = None
+
+    @classmethod
+    def of(cls, config: Any, *, drawn: bool) -> Rules:
+        """Those of a config. Raises for what is set there and not followed; `drawn`: its settings of draws count."""
+        if config is None:
+            return cls()
+        odd = []
+        for name, value in vars(config).items():
+            known = value is None or name in _KNOWN or name.startswith(("_", "output_", "cache_"))
+            neutral = (name in _OF_DRAWS and not drawn) or (name in _NEUTRAL and value == _NEUTRAL[name])
+            if not known and not neutral and value != getattr(type(config)(), name, None):
+                odd.append(f"{name}={value!r:.60}")
+        if odd:
+            raise ValueError(
+                f"the model's generation_config sets {', '.join(odd)}, which weft.generate does not follow: its tokens "
+                "would be others; set None there, or call model.generate()"
+            )
+        return cls(
+            1.0 if config.repetition_penalty is None else float(config.repetition_penalty),
+            tuple(config.suppress_tokens or ()),
+            tuple(config.begin_suppress_tokens or ()),
+            config.min_length or 0,
+            config.min_new_tokens,
+        )
+
+    def applied(self, part: Tensor, first: int, rows: list[tuple[Tensor, list[int]]], ends: set[int]) -> Tensor:
+        """The logits to choose from; each row has its prompt and the tokens made since."""
+        if self == Rules():
+            return part
+        scores = part.to(torch.float32, copy=True)
+        for own, (prompt, made) in zip(scores, rows, strict=True):
+            if self.penalty != 1.0:
+                seen = torch.tensor(sorted({*prompt.tolist(), *made})) - first
+                seen = seen[(seen >= 0) & (seen < own.numel())]
+                own[seen] = torch.where(own[seen] < 0, own[seen] * self.penalty, own[seen] / self.penalty)
+            least = self.least - prompt.numel() if self.least_new is None else self.least_new
+            hidden = {*self.never, *(() if made else self.not_first), *(ends if len(made) < least else ())}
+            own[[token - first for token in hidden if 0 <= token - first < own.numel()]] = float("-inf")
+        return scores
+
+
+def _sampling(config: Any, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
+    """What the caller says; the config's where that is no temperature, and the config wants draws."""
+    if temperature is not None or config is None or not config.do_sample:
+        return Sampling(0.0 if temperature is None else temperature, top_k, top_p)
+    own_k, own_p = 50 if config.top_k is None else config.top_k, config.top_p  # 50 is transformers' own
+    return Sampling(
+        1.0 if config.temperature is None else config.temperature,
+        (own_k or None) if top_k is None else top_k,
+        (None if own_p is None or own_p >= 1.0 else own_p) if top_p is None else top_p,
+    )
+
+
 _PREFILL_TOKENS = 8192  # prompts are taken in together up to this many tokens
 
 
@@ -121,7 +205,7 @@ def generate(
     prompts: Sequence[Sequence[int] | Tensor],
     *,
     max_new_tokens: int,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
@@ -134,36 +218,43 @@ def generate(
     eos:       a token, or several, that ends a sequence; it is the last of its list. The model's own if None is given
                and its generation config has one; an empty collection for none
 
-    Temperature 0 takes the most likely token. Otherwise tokens are drawn with random numbers that follow from `seed`
-    and the prompt's number in the list: the same prompt, seed and place give the same tokens, whatever else is in
-    the list. A sequence that has ended leaves the batch. Collective.
+    Temperature 0 takes the most likely token, and so does None, unless the model's generation config has `do_sample`;
+    then its temperature counts, and its top_k and top_p where None is given. Otherwise tokens are drawn with random
+    numbers that follow from `seed` and the prompt's number in the list: the same prompt, seed and place give the same
+    tokens, whatever else is in the list. A sequence that has ended leaves the batch. Collective.
+
+    The generation config's repetition_penalty, min_length, min_new_tokens, suppress_tokens and begin_suppress_tokens
+    count, too; a setting that would change tokens and is not followed is an error.
 
         model = weft.parallelize(AutoModelForCausalLM.from_pretrained(...), mesh)
         weft.generate(model, [[1, 5, 9], [1, 7]], max_new_tokens=32)
     """
-    sampling = Sampling(temperature, top_k, top_p)
+    Sampling(0.0 if temperature is None else temperature, top_k, top_p)  # raises, whatever model there is
     _check_number("max_new_tokens", max_new_tokens, lowest=0)
     _check_number("seed", seed)
-    with _whole(model) as (words, limit, own_eos, program_for):
-        ends = _ends(own_eos) if eos is None else _checked_ends(eos, words)
+    with _whole(model) as (words, limit, config, program_for):
+        sampling = _sampling(config, temperature, top_k, top_p)
+        rules = Rules.of(config, drawn=temperature is None and sampling.temperature > 0.0)
+        ends = _ends(getattr(config, "eos_token_id", None)) if eos is None else _checked_ends(eos, words)
         given = [_checked(i, p, words, limit, max_new_tokens) for i, p in enumerate(_listed(prompts))]
         if not given or max_new_tokens == 0:
             return [[] for _ in given]
         asked = f"{len(given)} prompts {digest(*given)} of {[len(p) for p in given[:8]]} tokens and more, "
-        asked += f"max_new_tokens={max_new_tokens} {sampling} seed={seed} eos={sorted(ends)}"
+        asked += f"max_new_tokens={max_new_tokens} {sampling} {rules} seed={seed} eos={sorted(ends)}"
         program = program_for(f"generate: {asked}")
         with torch.inference_mode():
-            return Generation(program, given, max_new_tokens, sampling, seed, ends).run()
+            return Generation(program, given, max_new_tokens, sampling, seed, ends, rules).run()
 
 
 class Generation:
     """One call: a slot of the cache, a list of tokens and a source of random numbers for each prompt."""
 
     def __init__(
-        self, program: RankProgram, prompts: list[Tensor], most: int, sampling: Sampling, seed: int, ends: set[int]
+        self, program: RankProgram, prompts: list[Tensor], most: int, sampling: Sampling, seed: int, ends: set[int],
+        rules: Rules,
     ) -> None:  # fmt: skip
         self._program, self._prompts, self._most = program, prompts, most
-        self._sampling, self._ends = sampling, ends
+        self._sampling, self._ends, self._rules = sampling, ends, rules
         longest = max(p.numel() for p in prompts)
         self._cache: RankCache = program.cache(slots=len(prompts), capacity=longest + most)
         self._made: list[list[int]] = [[] for _ in prompts]
@@ -198,9 +289,9 @@ class Generation:
         hidden = program.run(inputs, cache=self._cache, slots=slots, rows=last)
         words = program.model.words
         generators = [self._generators[i] for i in sequences] if self._generators else []
-        chosen = choose(
-            program.logits(hidden), words.first, words.total, self._sampling, generators, program.gather
-        )  # fmt: skip
+        rows = [(self._prompts[i], self._made[i]) for i in sequences]
+        logits = self._rules.applied(program.logits(hidden), words.first, rows, self._ends)
+        chosen = choose(logits, words.first, words.total, self._sampling, generators, program.gather)
         for i, token in zip(sequences, chosen.tolist(), strict=True):
             self._made[i].append(token)
 
@@ -224,23 +315,22 @@ def inputs_of(tokens: Tensor, lengths: Tensor, past: Tensor, program: RankProgra
 
 @contextmanager
 def _whole(model: Any) -> Iterator[tuple[int, int, Any, Callable[[str], RankProgram]]]:
-    """How many words a model has, how long a sequence may be, the tokens that its generation config ends with, and its
-    program; nobody else calls the model meanwhile.
+    """How many words a model has, how long a sequence may be, its generation config, and its program; nobody else calls
+    the model meanwhile.
     """
     if isinstance(model, RankProgram):
         embedding = model.transformer.embedding
         positions = None if embedding is None or len(embedding.tables) < 2 else embedding.tables[1].shape[0]
-        yield model.model.words.total, positions or torch.iinfo(torch.int32).max, (), lambda asked: model
+        yield model.model.words.total, positions or torch.iinfo(torch.int32).max, None, lambda asked: model
         return
     if not hasattr(model, "weft_program"):
         raise ValueError(
             f"got a {type(model).__name__}, expected a decoder with a language head that weft.parallelize has shared "
             f"among ranks; a group of one rank will do"
         )
-    end = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     limit = int(model.config.max_position_embeddings)
     with model.weft_alone() as engine:
-        yield engine.vocabulary, limit, () if end is None else end, model.weft_program
+        yield engine.vocabulary, limit, getattr(model, "generation_config", None), model.weft_program
 
 
 def _check_number(name: str, value: Any, *, lowest: int | None = None) -> None:
@@ -249,10 +339,10 @@ def _check_number(name: str, value: Any, *, lowest: int | None = None) -> None:
         raise ValueError(f"{name} is {value!r}, expected {expected}")
 
 
-def _ends(eos: int | Collection[int] | Tensor) -> set[int]:
+def _ends(eos: int | Collection[int] | Tensor | None) -> set[int]:
     if isinstance(eos, Tensor):
         eos = eos.reshape(-1).tolist()
-    return {eos} if isinstance(eos, int) else {operator.index(token) for token in eos}
+    return {eos} if isinstance(eos, int) else {operator.index(token) for token in (() if eos is None else eos)}
 
 
 def _checked_ends(eos: Any, words: int) -> set[int]:
