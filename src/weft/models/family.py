@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -175,7 +176,7 @@ _CLASSES = {
     "AccurateGELUActivation": "gelu_tanh",
     "SiLUActivation": "silu",
 }
-_FUNCTIONS = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu"}
+_FUNCTIONS = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", torch.relu: "relu"}
 _LEAVES = (
     nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList, nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh,
 )  # fmt: skip
