@@ -37,7 +37,7 @@ import weft
 from weft.comm import Group
 from weft.errors import PeerMismatch, RankFailed
 from weft.lab import Cluster
-from weft.lab.network import namespaces_available
+from weft.lab.linux import namespaces_available
 from weft.layout import Layout, Mesh, Replicate
 from weft.overlap import OverlapPlan
 from weft.overlap.executor.context import context_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from weft.lab import Cluster
-from weft.lab.network import namespaces_available
+from weft.lab.linux import namespaces_available
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from weft.lab import check
 from weft.lab.check import CheckResult, Row, render
-from weft.lab.network import card
+from weft.lab.linux import card
 
 
 def test_every_kind_of_link_is_measured_and_none_is_too_fast(namespaces: None) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from weft.errors import PeerTimeout, RankFailed
 from weft.lab import Cluster, Rank
-from weft.lab.network import card
+from weft.lab.linux import card
 
 
 @pytest.fixture(scope="module")

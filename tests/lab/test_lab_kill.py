@@ -96,12 +96,12 @@ def busy_lab(namespaces: None, tmp_path: Path) -> Iterator[subprocess.Popen[str]
 # one whose other end has gone with its namespace.
 WITNESS = """\
 import socket, subprocess, sys
-from weft.lab import linux, network
+from weft.lab import linux
 linux.isolate()
 for line in sys.stdin:
     for pid in line.split():
         wire = f"link add wire{pid} type veth peer name witness netns {pid}"
-        subprocess.run([network.find_tool("ip"), *wire.split()], check=True)
+        subprocess.run([linux.find_tool("ip"), *wire.split()], check=True)
     print(*sorted(name for _, name in socket.if_nameindex()), flush=True)
 """
 

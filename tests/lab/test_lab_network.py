@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import LabUnavailable
-from weft.lab.network import MAX_GBPS, MAX_HOSTS, MIN_GBPS, MTU, address, card, find_tool, plan_network
+from weft.lab.linux import MAX_GBPS, MAX_HOSTS, MIN_GBPS, MTU, address, card, find_tool, plan_network
 
 PLAN_2_HOSTS = """\
 switch: sysctl ipv6/conf/all/disable_ipv6 1

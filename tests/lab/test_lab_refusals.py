@@ -16,7 +16,7 @@ import pytest
 from weft.errors import RankFailed
 from weft.lab import Cluster, Rank
 from weft.lab.cluster import reserve
-from weft.lab.network import namespaces_available
+from weft.lab.linux import namespaces_available
 
 
 def processes() -> set[str]:
@@ -166,7 +166,7 @@ from pathlib import Path
 from weft.errors import LabUnavailable
 from weft.lab import Cluster
 from weft.lab.cluster import reserve
-from weft.lab.network import namespaces_available
+from weft.lab.linux import namespaces_available
 print(namespaces_available())
 try:
     with Cluster(): print("started")
@@ -201,6 +201,6 @@ def test_the_doctor_agrees_with_itself() -> None:
 
 def test_the_doctor_and_the_labs_own_start_need_no_torch() -> None:
     """A user namespace can only be made before torch's import has started threads."""
-    code = "import sys, weft.lab.zygote, weft.lab.network; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = "import sys, weft.lab.zygote, weft.lab.linux; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False False\n"

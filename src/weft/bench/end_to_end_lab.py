@@ -37,7 +37,7 @@ from weft.bench.systems.parallel import (
     make_trainers,
 )
 from weft.lab import Cluster, Rank
-from weft.lab.network import MAX_GBPS, MIN_GBPS
+from weft.lab.linux import MAX_GBPS, MIN_GBPS
 from weft.timeline import Event, Timeline, TracedCall, record
 
 FIRST = "_first"  # ends the name of a system that stops after the first token

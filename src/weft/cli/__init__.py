@@ -4,8 +4,7 @@ app      the program; bench, demo, kernels compile and trace show are short enou
 doctor   what this machine has
 embed    `weft embed`
 lab      `weft lab check`, `weft tune` and `weft train-demo`: what starts a lab
-plan     `weft plan reshard` and `weft plan pipeline`
-scale    `weft predict` and `weft simulate`: declared GPUs
+paper    `weft plan reshard`, `weft plan pipeline`, `weft predict` and `weft simulate`: what needs no machine
 """
 
 from weft.cli.app import main

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from weft.bench import load_promise
-from weft.cli import embed, lab, plan, scale
+from weft.cli import embed, lab, paper
 from weft.errors import LabUnavailable, WeftError
 from weft.report.result import Column, Headline, Table, check_writable, console, report_page, write
 
@@ -196,13 +196,13 @@ app = typer.Typer(cls=_PlainErrors, no_args_is_help=True, add_completion=False, 
 trace_app = typer.Typer(no_args_is_help=True, help="Traces that weft.trace() has saved.")
 app.add_typer(lab.app, name="lab")
 app.add_typer(trace_app, name="trace")
-app.add_typer(plan.app, name="plan")
+app.add_typer(paper.app, name="plan")
 app.add_typer(kernels_app, name="kernels")
 app.command("tune")(lab.tune)
 app.command("embed")(embed.embed)
 app.command("train-demo")(lab.train_demo)
-app.command("predict")(scale.predict)
-app.command("simulate")(scale.simulate)
+app.command("predict")(paper.predict)
+app.command("simulate")(paper.simulate)
 
 
 def main() -> None:

@@ -149,14 +149,14 @@ def _threads() -> Check:
 
 
 def _namespaces() -> Check:
-    from weft.lab.network import namespaces_available
+    from weft.lab.linux import namespaces_available
 
     works, why = namespaces_available()
     return Check("namespaces", "ok" if works else "missing", " ".join(why.split()))
 
 
 def _link_tools() -> Check:
-    from weft.lab.network import find_tool
+    from weft.lab.linux import find_tool
 
     try:
         return Check("ip and tc", "ok", f"{find_tool('ip')} and {find_tool('tc')}")

@@ -3,8 +3,7 @@
 cluster  `Cluster`: the caller's side
 zygote   the lab's own processes, which fork the ranks and watch them
 rank     one rank's process; the values that it, the zygote and the caller send each other
-linux    namespaces, mounts and children, as Linux has them
-network  the wires between hosts: what to tell `ip` and `tc`, and whether this machine can
+linux    namespaces, and the wires between them: what to tell `ip` and `tc`, and whether this machine can
 check    do the links carry what was asked of them?
 """
 

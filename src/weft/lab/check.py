@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.comm.deadline import LAB_CONNECT, LAB_RUN
-from weft.lab import network
+from weft.lab import linux
 from weft.lab.cluster import Cluster
 from weft.lab.rank import Rank
 
@@ -113,7 +113,7 @@ def _worst(rows: Sequence[Row]) -> float:
 
 def _try(cluster: Cluster, pattern: _Pattern, seconds: float) -> list[Row]:
     spec = cluster.spec
-    addresses = ["127.0.0.1" if spec.gbps is None else network.address(h) for h in range(spec.hosts)]
+    addresses = ["127.0.0.1" if spec.gbps is None else linux.address(h) for h in range(spec.hosts)]
     asked = spec.gbps if pattern.limited else None
     before, start = _stolen_seconds(), time.monotonic()
     received = cluster.run(transfer, pattern.flows, addresses, seconds, timeout=seconds + LAB_RUN.seconds)

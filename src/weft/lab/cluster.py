@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from weft.comm.deadline import LAB_ANSWER, LAB_END, LAB_RUN, LAB_START
 from weft.errors import LONGEST_SECONDS, LabUnavailable, PeerTimeout, RankFailed
-from weft.lab import linux, network
+from weft.lab import linux
 from weft.lab.rank import LabJob, LabRun, Refusal, Spec, failure
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Cluster:
             raise RuntimeError(f"{self} is open already; use a second Cluster for a second lab")
         if self.spec.gbps is not None:
             for tool in ("ip", "tc"):
-                network.find_tool(tool)
+                linux.find_tool(tool)
         try:
             self._start()
         except BaseException:

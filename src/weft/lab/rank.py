@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import PeerTimeout, RankFailed
-from weft.lab import linux, network
-from weft.lab.network import MAX_GBPS, MAX_HOSTS, MIN_GBPS
+from weft.lab import linux
+from weft.lab.linux import MAX_GBPS, MAX_HOSTS, MIN_GBPS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -297,7 +297,7 @@ def _connect(spec: Spec, seat: Seat, timeout: float) -> Rank:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if seat.network is None else "eth0"
     limit = timedelta(seconds=timeout)
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1" if seat.network is None else network.address(0),
+        "127.0.0.1" if seat.network is None else linux.address(0),
         seat.port,
         spec.world,
         is_master=seat.rank == 0,

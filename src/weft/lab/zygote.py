@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 
 from weft.comm.deadline import LAB_GRACE, LAB_STACKS
 from weft.errors import LabUnavailable
-from weft.lab import linux, network
+from weft.lab import linux
 from weft.lab.rank import STACKS_SIGNAL, Ending, How, LabJob, Refusal, Seat, Spec, rank_main
 
 
@@ -68,7 +68,7 @@ def _zygote(control: Connection) -> None:
 def _serve(control: Connection) -> None:
     spec: Spec = control.recv()
     try:
-        namespaces = () if spec.gbps is None else network.enter(spec.hosts, spec.gbps)
+        namespaces = () if spec.gbps is None else linux.enter(spec.hosts, spec.gbps)
         _import_once()
     except LabUnavailable as error:
         control.send(Refusal(str(error), unavailable=True))
@@ -166,7 +166,7 @@ def _listen(namespaces: Sequence[int]) -> socket.socket:
     if not namespaces:
         return socket.create_server(("127.0.0.1", 0), backlog=1024)
     with linux.inside(namespaces[0]):
-        return socket.create_server((network.address(0), 0), backlog=1024)
+        return socket.create_server((linux.address(0), 0), backlog=1024)
 
 
 @dataclass
