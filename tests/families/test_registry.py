@@ -105,12 +105,8 @@ def test_offsets_of_a_flattened_row(name: str) -> None:
     cu = torch.tensor([0, 5, 6, 14, 17], dtype=torch.int32)
     said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 8, "max_length_k": 8}
     want = torch.cat([packed(t)[0] for t in texts], 1)
-    try:
-        got = packed(torch.cat(texts, 1), position_ids=positions, **said)[0]
-    except TypeError:
-        pytest.skip(f"{name} takes no arguments for its attention")
-    if name != "ModernBert":  # windows of its layers are in a mask, which knows of one text
-        close(got, want)
+    got = packed(torch.cat(texts, 1), position_ids=positions, **said)[0]
+    close(got, want)
     with pytest.raises(ValueError, match="must be the same tensor"):
         packed(torch.cat(texts, 1), position_ids=positions, cu_seq_lens_q=cu, cu_seq_lens_k=cu + 1)
 
