@@ -62,13 +62,13 @@ using Rows = std::tuple<Address, int64_t>;  // address and stride
 
 void call_norm(const Kernels& kernels, int dtype, bool rms, const Rows& x, Address x_bias, const Rows& residual,
                Address weight, Address beta, float eps, const Rows& sum, const Rows& out, Address mean, Address rstd,
-               int64_t rows, int64_t width, int threads) {
+               int64_t rows, int64_t width, int64_t heads, int threads) {
   const Norm job{static_cast<DType>(dtype), rms, at<void>(std::get<0>(x)), std::get<1>(x), at<void>(x_bias),
                  at<void>(std::get<0>(residual)), std::get<1>(residual), at<void>(weight), at<void>(beta), eps,
                  at<void>(std::get<0>(sum)), std::get<1>(sum), at<void>(std::get<0>(out)), std::get<1>(out),
-                 at<float>(mean), at<float>(rstd), width};
+                 at<float>(mean), at<float>(rstd), width, heads};
   nb::gil_scoped_release release;
-  norm(kernels, job, rows, threads);
+  norm(kernels, job, rows * heads, threads);
 }
 
 // Each table is an address, its row stride, and the address of its index.

@@ -94,6 +94,7 @@ struct SumRows {
 };
 
 // out = norm(x + x_bias + residual) * weight + beta, row by row; `sum` takes the norm's input. Null pointers are left out.
+// Row r is head r % heads of token r / heads: x and out have tokens x_ld and out_ld apart, whose heads lie end to end.
 struct Norm {
   DType dtype;
   bool rms;
@@ -110,6 +111,7 @@ struct Norm {
   int64_t out_ld;
   float *mean, *rstd;
   int64_t width;
+  int64_t heads;  // 1 but for norms of heads, which have no residual and no sum
 };
 
 // out[r] = the sum over t of table[t][index[t][r]]; a negative index adds nothing.

@@ -26,7 +26,8 @@ inline void each_vector(int64_t width, F body) {
 
 template <class T>
 inline void norm_row(const Norm& n, int64_t r, float* z) {
-  const T* x = (const T*)n.x + r * n.x_ld;
+  const int64_t inside = r % n.heads * n.width;
+  const T* x = (const T*)n.x + r / n.heads * n.x_ld + inside;
   const T* residual = n.residual ? (const T*)n.residual + r * n.residual_ld : nullptr;
   const T* x_bias = (const T*)n.x_bias;
   T* sum = n.sum ? (T*)n.sum + r * n.sum_ld : nullptr;
@@ -55,7 +56,7 @@ inline void norm_row(const Norm& n, int64_t r, float* z) {
   const float rstd = 1.0f / __builtin_sqrtf(total(sums) / float(n.width) + n.eps);
   if (n.mean) n.mean[r] = mean;
   if (n.rstd) n.rstd[r] = rstd;
-  T* out = (T*)n.out + r * n.out_ld;
+  T* out = (T*)n.out + r / n.heads * n.out_ld + inside;
   each_vector(n.width, [&](int64_t c, int64_t count, int) {
     vec y = (load<vec>(z + c) - splat(mean)) * splat(rstd);
     if (n.weight) y = y * load_part((const T*)n.weight + c, count);

@@ -134,6 +134,7 @@ def norm(
     rstd: int,
     rows: int,
     width: int,
+    heads: int,
     threads: int,
     /,
 ) -> None: ...

@@ -187,7 +187,7 @@ def norm(
         isa(isa_name), dtype_code(x.dtype), rms, _rows(x, "x"), _at(bias),
         _NOWHERE if residual is None else _rows(residual, "residual"), _at(weight), _at(beta), eps,
         _NOWHERE if total is None else _rows(total, "total"), _rows(out, "out"), _at(mean), _at(rstd),
-        rows, width, thread_count(threads),
+        rows, width, 1, thread_count(threads),
     )  # fmt: skip
 
 

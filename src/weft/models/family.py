@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from weft.errors import Unsupported
 from weft.models.modules import check_untouched, home_of, is_of
-from weft.models.spec import Norm, Projection, Transformer, VocabularyHead
+from weft.models.spec import Norm, NormKind, Projection, Transformer, VocabularyHead
 
 
 class HeadKind(Enum):
@@ -241,9 +241,16 @@ def layer_norm(module: Any) -> Norm:
     return Norm(module.weight, module.bias, module.eps)
 
 
-def table(module: Any) -> tuple[Tensor, int | None]:
+def rms_norm(module: Any, kind: str, *, eps: str = "variance_epsilon", shift: float = 0.0) -> Norm:
+    """One of transformers' RMSNorms, of the class `kind`, which keeps its epsilon under the name `eps`."""
+    if type(module).__name__ != kind or not is_of(type(module), type(module).__module__):
+        raise Unsupported(f"expected a {kind}, got {type(module).__name__}")
+    return Norm(module.weight, None, getattr(module, eps), NormKind.RMS, shift)
+
+
+def table(module: Any, kind: type = nn.Embedding) -> tuple[Tensor, int | None]:
     """The rows of a plain embedding, and which of them gets no gradient."""
-    if type(module) is not nn.Embedding:
+    if type(module) is not kind:
         raise Unsupported(f"expected a torch.nn.Embedding, got {type(module).__module__}.{type(module).__name__}")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise Unsupported(f"max_norm, scale_grad_by_freq and sparse of an embedding are not supported, got {module}")

@@ -6,9 +6,11 @@ A family (`families/`) reads a model and describes it in these words; nothing he
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -30,12 +32,17 @@ class NormOrder(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """`weight` and `bias` [width], or None for ones and zeros."""
+    """`weight` and `bias` [width], or None for ones and zeros. `shift` is added to the weight: Gemma's start at zero."""
 
     weight: Tensor | None
     bias: Tensor | None
     eps: float
     kind: NormKind = NormKind.LAYER
+    shift: float = 0.0
+
+    def factors(self) -> Tensor | None:
+        """What normed values are multiplied by, [width]; differentiable."""
+        return self.weight if self.weight is None or not self.shift else self.weight + self.shift
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +95,39 @@ class Rotary:
 
 
 @dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """What scores get by the distance key - query, as T5 has it: a row of `table` [buckets, heads] for each bucket.
+
+    Half of the `buckets` are for keys before the query. Of these, half are for one distance each, and the others for
+    ever wider runs up to `farthest`; the last is for all beyond.
+    """
+
+    table: Tensor
+    buckets: int
+    farthest: int
+
+    def by_distance(self) -> Tensor:
+        """float32 [heads, 2 * farthest + 1], from key - query = -farthest on; differentiable."""
+        rows = _bucket_of(self.buckets, self.farthest).to(self.table.device)
+        return self.table[rows].t().float().contiguous()
+
+
+@lru_cache(maxsize=64)
+def _bucket_of(buckets: int, farthest: int) -> Tensor:
+    """int64 [2 * farthest + 1]: the bucket of each distance."""
+    distance = torch.arange(-farthest, farthest + 1)
+    half, away = buckets // 2, distance.abs()
+    exact = half // 2
+    far = exact + (torch.log(away.float() / exact) / math.log(farthest / exact) * (half - exact)).to(torch.int64)
+    return (distance > 0) * half + torch.where(away < exact, away, far.clamp(max=half - 1))
+
+
+@dataclass(frozen=True, eq=False)
 class Attention:
-    """`qkv` gives [q heads | k heads | v heads]; `left` and `right` limit what a token sees, -1 is no limit."""
+    """`qkv` gives [q heads | k heads | v heads]; `left` and `right` limit what a token sees, -1 is no limit.
+
+    `q_norm` and `k_norm` [head_dim] are for each head by itself, before it is rotated.
+    """
 
     qkv: Projection
     out: Projection
@@ -101,6 +139,9 @@ class Attention:
     right: int = -1
     rotary: Rotary | None = None
     dropout: float = 0.0
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    bias: RelativeBias | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +159,7 @@ class Mlp:
 class Layer:
     """Attention and MLP, each with its norm (None: none), a residual, and dropout on what the residual is added to.
 
+    Gemma's pre-norm layers have norms of what comes out of a block, too, before the residual is added: `..._out_norm`.
     `recomputes`: the backward pass computes the layer again rather than keep what is inside of it.
     """
 
@@ -129,11 +171,26 @@ class Layer:
     attention_out_dropout: float = 0.0
     mlp_out_dropout: float = 0.0
     recomputes: bool = False
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """A number that a model keeps in a buffer []; it is rounded to the model's type before it is used."""
+
+    value: Tensor
+
+    def rounded(self, dtype: torch.dtype) -> float:
+        return float(self.value.to(dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
     """The sum of rows of `tables`, then `norm`. `names` says what each table's index is, for errors.
+
+    Rows of the first table are multiplied by `scale` where there is one; vectors that a caller gives in their place are
+    not. `projection` makes the model's width of the tables' where they differ; it comes last, after dropout.
 
     The row `padding` of the first table gets no gradient from here, as torch.nn.Embedding's padding_idx has it; nor do
     the rows `paddings` of the other tables, one for each, where any has one.
@@ -145,15 +202,28 @@ class Embedding:
     dropout: float = 0.0
     padding: int | None = None
     paddings: tuple[int | None, ...] = ()
+    scale: Scale | None = None
+    projection: Projection | None = None
+
+    @property
+    def width(self) -> int:
+        """Of the tables."""
+        return self.tables[0].shape[1]
 
 
 @dataclass(frozen=True, eq=False)
 class Transformer:
-    """A whole stack; `embedding` is None where the caller gives vectors."""
+    """A whole stack; `embedding` is None where the caller gives vectors. `final_dropout` is what comes last."""
 
     embedding: Embedding | None
     layers: tuple[Layer, ...]
     final_norm: Norm | None
+    final_dropout: float = 0.0
+
+    @property
+    def input_width(self) -> int:
+        """Of vectors that stand for words."""
+        return self.width if self.embedding is None else self.embedding.width
 
     @property
     def width(self) -> int:
@@ -189,11 +259,11 @@ class ModelSpec:
 # Walks over a description ----------------------------------------------------------------------------------
 
 
-def tensors(value: object, *, without: type | None = None) -> Iterator[Tensor]:
-    """Every tensor in a description, in a fixed order; those in a `without` are left out."""
+def tensors(value: object, *, without: tuple[type, ...] = ()) -> Iterator[Tensor]:
+    """Every tensor in a description, in a fixed order; those in one of `without` are left out."""
     if isinstance(value, Tensor):
         yield value
-    elif without is not None and isinstance(value, without):
+    elif isinstance(value, without):
         return
     elif isinstance(value, tuple):
         for item in value:
@@ -204,8 +274,8 @@ def tensors(value: object, *, without: type | None = None) -> Iterator[Tensor]:
 
 
 def weights(value: object) -> Iterator[Tensor]:
-    """The tensors that a model computes with in its own type: all but rotary frequencies, which are tabled first."""
-    return tensors(value, without=Rotary)
+    """The tensors that a model computes with in its own type: all but rotary frequencies and numbers in buffers."""
+    return tensors(value, without=(Rotary, Scale))
 
 
 _ValueT = TypeVar("_ValueT")
@@ -257,15 +327,24 @@ def check_model(model: Transformer, head: Projection | None = None) -> torch.dty
         raise Unsupported(f"a packed model computes in one type on one device, got {found}; convert it by .to()")
     width = model.width
     if model.embedding is not None:
-        for name, t in zip(model.embedding.names, model.embedding.tables, strict=True):
-            _check(t, (t.shape[0], width), f"the table of {name}")
-        _check_norm(model.embedding.norm, width, "the embedding")
+        _check_embedding(model.embedding, width)
     for i, layer in enumerate(model.layers):
         _check_layer(layer, width, f"layer {i}")
     _check_norm(model.final_norm, width, "the end")
     if head is not None:
-        _check_projection(head, head.size[0], width, "the head")
+        _check_projection(head, head.size[0], head.size[1], "the head")
     return next(iter(kinds))[0]
+
+
+def _check_embedding(embedding: Embedding, width: int) -> None:
+    own = width if embedding.projection is None else embedding.width
+    for name, t in zip(embedding.names, embedding.tables, strict=True):
+        _check(t, (t.shape[0], own), f"the table of {name}")
+    _check_norm(embedding.norm, own, "the embedding")
+    if embedding.projection is not None:
+        _check_projection(embedding.projection, width, own, "the embedding's projection")
+    if embedding.scale is not None and (embedding.scale.value.numel() != 1 or len(embedding.tables) != 1):
+        raise Unsupported("an embedding that is scaled must have one table, and one number to multiply it by")
 
 
 def _check_layer(layer: Layer, width: int, where: str) -> None:
@@ -283,8 +362,20 @@ def _check_layer(layer: Layer, width: int, where: str) -> None:
         raise Unsupported(
             f"{where} has heads of {a.head_dim} and rotary frequencies {list(a.rotary.inverse_frequencies.shape)}"
         )
-    _check_norm(layer.attention_norm, width, where)
-    _check_norm(layer.mlp_norm, width, where)
+    for norm in (layer.attention_norm, layer.mlp_norm, layer.attention_out_norm, layer.mlp_out_norm):
+        _check_norm(norm, width, where)
+    for norm in (a.q_norm, a.k_norm):
+        _check_norm(norm, a.head_dim, f"the heads of {where}")
+    if layer.order is NormOrder.POST and (layer.attention_out_norm or layer.mlp_out_norm):
+        raise Unsupported(f"{where} has norms after its residuals, and before them, too; expected one of these")
+    if a.bias is not None:
+        rows = a.bias.table.shape[0]
+        _check(a.bias.table, (rows, a.heads), f"the relative bias of {where}")
+        if not 4 <= a.bias.buckets <= rows or a.bias.farthest <= a.bias.buckets // 4:
+            raise Unsupported(
+                f"the relative bias of {where} has {a.bias.buckets} buckets up to a distance of {a.bias.farthest} and "
+                f"{rows} rows, expected a row for each of at least 4 buckets, and a longer distance"
+            )
 
 
 def _check_projection(projection: Projection, n: int, k: int, what: str) -> None:

@@ -109,9 +109,10 @@ class PackedBase(Twin):
             index = given[name] if name in given else self._others(batch, arguments, name, positions)
             is_vectors = name == "input_ids" and vectors is not None
             indices.append(index if is_vectors else checked_index(index, name, table.shape[0]))
-        if vectors is not None and vectors.shape[1:] != (model.width,):
+        width = model.input_width
+        if vectors is not None and vectors.shape[1:] != (width,):
             raise ValueError(
-                f"inputs_embeds must have shape [batch, length, {model.width}], got {list(vectors.shape[1:])} a token"
+                f"inputs_embeds must have shape [batch, length, {width}], got {list(vectors.shape[1:])} a token"
             )
         inputs = Inputs.at(batch.cu_seqlens, batch.tokens, tuple(indices), vectors, positions, model)
         cache = (
@@ -153,12 +154,14 @@ class PackedBase(Twin):
 
     @staticmethod
     def _check_holes(batch: PackedBatch, model: Transformer) -> None:
-        windowed = any(layer.attention.left >= 0 or layer.attention.right > 0 for layer in model.layers)
-        if windowed and batch.has_holes:
-            raise Unsupported(
-                "the mask has holes and the model has sliding windows, which count the tokens in the holes; "
-                "take the masked tokens out of the sequences, or pad on one side only"
-            )
+        layers = [layer.attention for layer in model.layers]
+        if not any(a.left >= 0 or a.right > 0 or a.bias is not None for a in layers) or not batch.has_holes:
+            return
+        what = "sliding windows" if all(a.bias is None for a in layers) else "a relative bias"
+        raise Unsupported(
+            f"the mask has holes and the model has {what}, which counts the tokens in the holes; "
+            "take the masked tokens out of the sequences, or pad on one side only"
+        )
 
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """The output of the base model: padded for padded inputs, packed [T, width] for a `PackedBatch`."""

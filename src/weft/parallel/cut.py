@@ -3,7 +3,7 @@
     q, k, v, gate, up    Shard(0), whole heads needed        embedding, head    Shard(0), over the vocabulary
     out, down            Shard(1), their biases Replicate    norms, positions   Replicate
 
-Weights that are stored transposed have the other dim. Everything that is not named here is replicated.
+A relative bias [buckets, heads] is cut by heads. Weights that are stored transposed have the other dim. Everything that is not named here is replicated.
 
     5 key/value heads, 10 query heads, 2 ranks     kv 0-2 | 3-4     q 0-5 | 6-9
 
@@ -93,11 +93,13 @@ def cuts(model_spec: ModelSpec, size: int) -> Cuts:
         for table in model.embedding.tables[1:]:
             _add(found, table, None)
         _add_norm(found, model.embedding.norm)
+        for tensor in tensors(model.embedding.projection):
+            _add(found, tensor, None)
     for layer in model.layers:
         _add_attention(found, layer.attention, size)
         _add_mlp(found, layer.mlp, size)
-        _add_norm(found, layer.attention_norm)
-        _add_norm(found, layer.mlp_norm)
+        for norm in (layer.attention_norm, layer.mlp_norm, layer.attention_out_norm, layer.mlp_out_norm):
+            _add_norm(found, norm)
     _add_norm(found, model.final_norm)
     if model_spec.head is not None:
         _add_head(found, model_spec.head, model.embedding, size)
@@ -146,6 +148,10 @@ def _add_attention(found: Cuts, attention: Attention, size: int) -> None:
         apart = [tuple((q, k.shifted(k_at), k.shifted(v_at)) for q, k in zip(queries, keys, strict=True))]
     _add_outputs(found, qkv, apart)
     _add_inputs(found, attention.out, tuple((run,) for run in queries))
+    _add_norm(found, attention.q_norm)
+    _add_norm(found, attention.k_norm)
+    if attention.bias is not None:
+        _add(found, attention.bias.table, TensorCut(1, attention.heads, tuple((h.queries,) for h in heads)))
 
 
 def _add_mlp(found: Cuts, mlp: Mlp, size: int) -> None:

@@ -261,7 +261,7 @@ class ParallelEngine:
         group, read = self.ranks.group, self._read()
         transformer = read.spec.transformer
         if inputs.vectors is not None:
-            check_vectors(inputs, transformer.width, next(tensors(transformer)).dtype)
+            check_vectors(inputs, transformer.input_width, next(tensors(transformer)).dtype)
         share = Share.of(inputs.tokens, rank=group.rank(), size=group.size())
         if share.size > 1:
             agree(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from weft.models.spec import Layer, ModelSpec, tensors, with_tensors
+from weft.models.spec import Attention, Layer, ModelSpec, tensors, with_tensors
 from weft.parallel.cut import Cuts, Heads, TensorCut
 from weft.transformer.exchange import all_sum, exchange
 from weft.transformer.parts import RankModel, Words
@@ -31,19 +31,26 @@ def rank_model_of(model: ModelSpec, found: Cuts, group: ProcessGroup, *, split: 
     """What this rank computes with.
 
     Where tokens are `split`, each rank has the gradient of its own rows only of a replicated parameter; then all of
-    these are added up over ranks in one message, when the backward pass is through.
+    these are added up over ranks in one message, when the backward pass is through. Of norms of heads it has the
+    gradient of its own heads only, split or not.
     """
     leaves = list({id(t): t for t in tensors(model) if id(t) in found}.values())
     held = [_local(t) for t in leaves]
     known = {id(t): local for t, local in zip(leaves, held, strict=True)}
-    whole = [t for t in leaves if found[id(t)] is None and t.requires_grad]
-    if split and whole:
+    by_head = {id(t) for layer in model.transformer.layers for t in _of_heads(layer.attention)}
+    whole = [t for t in leaves if found[id(t)] is None and t.requires_grad and (split or id(t) in by_head)]
+    if whole:
         summed = _summing([known[id(t)] for t in whole], group)
         known.update((id(t), local) for t, local in zip(whole, summed, strict=True))
     crossing = [(t, cut) for t in leaves if (cut := found[id(t)]) is not None and not cut.is_aligned]
     moved = realign([known[id(t)] for t, _ in crossing], [cut for _, cut in crossing], group)
     known.update((id(t), local) for (t, _), local in zip(crossing, moved, strict=True))
     return _built(model, known, group)
+
+
+def _of_heads(attention: Attention) -> list[Tensor]:
+    """Replicated parameters that every rank uses for its own heads."""
+    return list(tensors((attention.q_norm, attention.k_norm)))
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -83,11 +83,12 @@ class RankOps:
             y = replicated_matmul(rows, weight, group=self.group, bias=bias)
         return y if activation is None else activated(y, activation)
 
-    def row(self, projection: Projection, x: Tensor, *, residual: Tensor, dropout: float) -> Tensor:
+    def row(self, projection: Projection, x: Tensor, *, residual: Tensor | None, dropout: float) -> Tensor:
         weight = PackedWeight.from_dense(projection.weight())
         run = matmul_reduce_scatter if self.share.split else matmul_all_reduce
         y = run(x, weight, group=self.group, bias=projection.bias())
-        return residual + self.drop_rows(y, dropout)
+        y = self.drop_rows(y, dropout)
+        return y if residual is None else residual + y
 
     def drop(self, x: Tensor, p: float) -> Tensor:
         return drop(x, p, self._noise.own) if p and self._noise is not None else x

@@ -182,7 +182,7 @@ def checked_call(
 def _check_inputs(work: Workspace, inputs: Inputs) -> None:
     tokens, embedding = inputs.tokens, work.transformer.embedding
     check_offsets(inputs.cu_seqlens, "cu_seqlens", tokens)  # they may have been written to since they were made
-    check_vectors(inputs, work.width, work.dtype)
+    check_vectors(inputs, work.input_width, work.dtype)
     tables = () if embedding is None else embedding.tables
     if inputs.vectors is None and not tables:
         raise ValueError("the model has no embedding: give it vectors [tokens, width]")

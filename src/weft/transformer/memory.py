@@ -66,12 +66,15 @@ class NormAddresses:
     weight: int
     bias: int
     eps: float
+    factors: Tensor | None = None  # what `weight` is the address of, where that is not the model's own
 
     @classmethod
     def of(cls, norm: Norm | None) -> NormAddresses | None:
         if norm is None:
             return None
-        return cls(norm.kind is NormKind.RMS, _address(norm.weight), _address(norm.bias), norm.eps)
+        factors = norm.factors()
+        factors = None if factors is None else factors.detach()
+        return cls(norm.kind is NormKind.RMS, _address(factors), _address(norm.bias), norm.eps, factors)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -93,6 +96,11 @@ class PackedLayer:
     down: PackedDense
     into_attention: NormAddresses | None
     into_mlp: NormAddresses | None
+    out_of_attention: NormAddresses | None = None
+    out_of_mlp: NormAddresses | None = None
+    q_norm: NormAddresses | None = None
+    k_norm: NormAddresses | None = None
+    bias: Tensor | None = None  # float32 [heads, 2 * reach + 1], by distance
 
     @classmethod
     def of(cls, layer: Layer, previous: Layer | None) -> PackedLayer:
@@ -101,7 +109,9 @@ class PackedLayer:
         norms = layer.attention_norm, layer.mlp_norm
         if layer.order is NormOrder.POST:
             norms = None if previous is None else previous.mlp_norm, layer.attention_norm
-        return cls(layer, qkv, out, up, down, NormAddresses.of(norms[0]), NormAddresses.of(norms[1]))
+        inner = layer.attention_out_norm, layer.mlp_out_norm, attention.q_norm, attention.k_norm
+        bias = None if attention.bias is None else attention.bias.by_distance().detach()
+        return cls(layer, qkv, out, up, down, *map(NormAddresses.of, (*norms, *inner)), bias)
 
 
 class Tables:
@@ -130,11 +140,12 @@ class PassBuffers:
     """Memory for up to `capacity` tokens, a part of it for a chunk of them only where there is a `chunk`.
 
     A rank `alone` needs less: its norms read no `part` that still waits to be added, and no other rank waits for its
-    MLP while attention runs.
+    MLP while attention runs. `embedded` is the width of embeddings that are still to be projected, or 0.
     """
 
     def __init__(
-        self, layers: list[PackedLayer], width: int, dtype: torch.dtype, *, chunk: int | None, alone: bool
+        self, layers: list[PackedLayer], width: int, dtype: torch.dtype, *, chunk: int | None, alone: bool,
+        embedded: int = 0,
     ) -> None:  # fmt: skip
         heads, qkv = [layer.spec.attention for layer in layers], max(layer.qkv.n for layer in layers)
         wide = max(layer.up.n for layer in layers)
@@ -143,6 +154,10 @@ class PassBuffers:
         self._widths = {"x": width, "part": width, "context": context, "qkv": max(qkv, wide) if alone else qkv}
         self._chunk_widths = {"gated": gated} if alone else {"y": width, "wide": wide, "gated": gated}
         self._same = {"y": "part", "wide": "qkv"} if alone else {}
+        if embedded:
+            self._widths["embedded"] = embedded
+        else:
+            self._same["embedded"] = "x"
         self._dtype, self._chunk = dtype, chunk
         self.capacity = 0
         self._memory: dict[str, Tensor] = {}
@@ -177,14 +192,19 @@ class Workspace:
         if device.type != "cpu":
             raise ValueError(f"inference on packed weights is for the CPU, got a model on {device}; call .cpu()")
         self.code, self.kernels, self.width = dtype_code(self.dtype), isa(), model.transformer.width
+        self.input_width = model.transformer.input_width
         if model.transformer.embedding is not None:
             table, words = model.transformer.embedding.tables[0], model.words.end - model.words.first
-            rows_at(table, dtype=self.dtype, shape=(words, self.width), what="the rank's words")
+            rows_at(table, dtype=self.dtype, shape=(words, self.input_width), what="the rank's words")
         layers = model.transformer.layers
         self.layers = [PackedLayer.of(layer, before) for layer, before in zip(layers, (None, *layers), strict=False)]
         self.head = None if model.head is None else PackedDense.of(model.head)
         embedding = model.transformer.embedding
         self.embedding_norm = None if embedding is None else NormAddresses.of(embedding.norm)
+        scale = None if embedding is None else embedding.scale
+        self.scale = 1.0 if scale is None else scale.rounded(self.dtype)
+        projection = None if embedding is None else embedding.projection
+        self.projection = None if projection is None else PackedDense.of(projection)
         self.last_norm = NormAddresses.of(layers[-1].mlp_norm if layers[-1].order is NormOrder.POST else None)
         self.final_norm = NormAddresses.of(model.transformer.final_norm)
         self.has_rotary = any(layer.attention.rotary is not None for layer in model.transformer.layers)

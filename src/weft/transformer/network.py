@@ -22,7 +22,7 @@ from weft.models.spec import Embedding
 from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from weft.transformer.call import InferenceCall
 from weft.transformer.exchange import agree, exchange, gather_rows, lookup
-from weft.transformer.memory import PackedDense, PackedLayer, PassBuffers, Workspace
+from weft.transformer.memory import NormAddresses, PackedDense, PackedLayer, PassBuffers, Workspace
 from weft.transformer.parts import Share
 from weft.transformer.passes import Pass
 
@@ -72,23 +72,24 @@ class NetworkPass(Pass):
         agree(self.group, f"{self.call.what}, inputs {self.call.tag():08x}, split={self.share.split}")
 
     def _embed(self, embedding: Embedding | None) -> None:
-        take, vectors = self.share.take, self.inputs.vectors
-        x = self.buffers.view("x", self.rows, self.width)
+        take, vectors, width = self.share.take, self.inputs.vectors, self.work.input_width
+        x = self.buffers.view("embedded", self.rows, width)
         if vectors is not None:
             x.copy_(take(vectors))
         else:
             assert embedding is not None
             x.copy_(lookup(embedding.tables[0], self.inputs.indices[0], self.work.model.words, self.share, self.group))
+            if self.work.scale != 1.0:
+                x.mul_(self.work.scale)
         if embedding is None:
             return
-        at, order = (x.data_ptr(), self.width), self.work.tables.in_order(self.rows)
+        at, order = (x.data_ptr(), width), self.work.tables.in_order(self.rows)
         indices = [take(index).contiguous() for index in self.inputs.indices[1:]]
         pairs = zip(embedding.tables[1:], indices, strict=True)
         tables = [(*at, order.data_ptr()), *((t.data_ptr(), t.stride(0), i.data_ptr()) for t, i in pairs)]
         if len(tables) > 1:
-            _core.gather(self.kernels, self.code, tables, at, self.rows, self.width, self.threads)
-        if self.work.embedding_norm is not None:
-            self._norm(self.work.embedding_norm, at, at, self.rows)
+            _core.gather(self.kernels, self.code, tables, at, self.rows, width, self.threads)
+        self._embedded(at)
 
     def _qkv(self, layer: PackedLayer, number: int) -> None:
         y = self._attention_input(layer, number, 0, self.rows)
@@ -109,14 +110,17 @@ class NetworkPass(Pass):
                 self.kernels, self.code, at, at, activation, out.shape[0], dense.n, self.threads, gated=False
             )  # fmt: skip
 
-    def _row(self, dense: PackedDense, x: Tensor) -> None:
-        """part = the sum over ranks of x times the rank's rows, + bias."""
+    def _row(self, dense: PackedDense, x: Tensor, norm: NormAddresses | None) -> None:
+        """part = the `norm` of the sum over ranks of x times the rank's rows, + bias."""
         op = matmul_reduce_scatter if self.share.split else matmul_all_reduce
         y = op(x, self._weight(dense), group=self.group, bias=dense.bias)
         self.buffers.view("part", self.rows, self.width).copy_(y)
+        if norm is not None:
+            part = (self.at["part"], self.width)
+            self._norm(norm, part, part, self.rows)
 
     def _out(self, layer: PackedLayer) -> None:
-        self._row(layer.out, self.buffers.view("context", self._tokens, layer.out.k))
+        self._row(layer.out, self.buffers.view("context", self._tokens, layer.out.k), layer.out_of_attention)
 
     def _mlp(self, layer: PackedLayer) -> None:
         mlp, n = layer.spec.mlp, layer.up.n
@@ -128,7 +132,7 @@ class NetworkPass(Pass):
             at, to = (wide.data_ptr(), n), (gated.data_ptr(), n // 2)
             _core.gate(self.kernels, self.code, at, to, activation, self._tokens, n // 2, self.threads)
             wide = gated
-        self._row(layer.down, wide)
+        self._row(layer.down, wide, layer.out_of_mlp)
 
     def _leave_out(self, wanted: Tensor) -> None:
         """The rows asked for, from whoever has them, to all ranks; from here on nothing is split."""

@@ -86,7 +86,8 @@ class Pass:
     # What comes before the layers and after them ------------------------------------------------------------
 
     def _embed(self, embedding: Embedding | None) -> None:
-        x, vectors = (self.at["x"], self.width), self.inputs.vectors
+        width = self.work.input_width
+        x, vectors = (self.at["embedded"], width), self.inputs.vectors
         tables = []
         if vectors is not None:
             order = self.work.tables.in_order(self.rows)
@@ -99,9 +100,17 @@ class Pass:
             first = len(tables)
             pairs = zip(embedding.tables[first:], self.inputs.indices[first:], strict=True)
             tables += [(t.data_ptr(), t.stride(0), index.data_ptr()) for t, index in pairs]
-        _core.gather(self.kernels, self.code, tables, x, self.rows, self.width, self.threads)
+        _core.gather(self.kernels, self.code, tables, x, self.rows, width, self.threads)
+        if vectors is None and self.work.scale != 1.0:
+            self.buffers.view("embedded", self.rows, width).mul_(self.work.scale)
+        self._embedded(x)
+
+    def _embedded(self, x: Rows) -> None:
+        """What follows the sum of an embedding's rows."""
         if self.work.embedding_norm is not None:
-            self._norm(self.work.embedding_norm, x, x, self.rows)
+            self._norm(self.work.embedding_norm, x, x, self.rows, width=self.work.input_width)
+        if self.work.projection is not None:
+            self._linear(self.work.projection, x, (self.at["x"], self.width), self.rows)
 
     def _words(self, table: Tensor, x: Rows) -> None:
         """Rows of this rank's words, zeros for others'; their sum over ranks is every word's row."""
@@ -111,9 +120,9 @@ class Pass:
 
         def fill(first: int, count: int, to: Rows) -> None:
             tables = [(table.data_ptr(), table.stride(0), mine.data_ptr() + 8 * first)]
-            _core.gather(self.kernels, self.code, tables, to, count, self.width, self.threads)
+            _core.gather(self.kernels, self.code, tables, to, count, table.shape[1], self.threads)
 
-        self._sum(fill, 0, x)
+        self._sum(fill, 0, x, table.shape[1])
 
     def _hand_out(self, layer: PackedLayer) -> None:
         """Copies of what went into a layer, and of its keys and values; ordinary tensors, whatever the mode."""
@@ -171,7 +180,8 @@ class Pass:
         return y
 
     def _qkv(self, layer: PackedLayer, number: int) -> None:
-        n, places = layer.qkv.n, layer.spec.attention.rotary is not None or self.call.cache is not None
+        n, a = layer.qkv.n, layer.spec.attention
+        places = a.rotary is not None or a.q_norm is not None or a.k_norm is not None or self.call.cache is not None
         step = max(self.rows, 1) if self.wire is None else CHUNK_ROWS
         for first in range(0, self.rows, step):
             count = min(step, self.rows - first)
@@ -184,9 +194,14 @@ class Pass:
         return self._entered(layer.into_attention, layer.spec.order, first, count, adds=number > 0)
 
     def _place(self, layer: PackedLayer, number: int, first: int, count: int) -> None:
-        """Rotates the queries and keys of these tokens by their positions, and puts keys and values into the cache."""
+        """Norms the queries and keys of these tokens, rotates them by their positions, and puts keys and values into
+        the cache."""
         a, n, cache = layer.spec.attention, layer.qkv.n, self.call.cache
         d, at = a.head_dim, self.at["qkv"] + first * n * self.size
+        for norm, skipped, heads in ((layer.q_norm, 0, a.heads), (layer.k_norm, a.heads, a.kv_heads)):
+            if norm is not None:
+                rows = (at + skipped * d * self.size, n)
+                self._norm(norm, rows, rows, count, width=d, heads=heads)
         if a.rotary is not None:
             assert self.inputs.positions is not None
             cos, sin = self.inputs.rotated(a.rotary, self.work.tables)
@@ -220,7 +235,7 @@ class Pass:
             k, v = ((qkv + first * d * self.size, n, d) for first in (a.heads, a.heads + a.kv_heads))
         job = _core.Attention(
             (q_at, n, d), k, v, (self.at["context"], a.heads * d, d), self.code, a.heads, a.kv_heads, d,
-            self.inputs.tokens, a.scale, a.left, a.right, 0, 0, 0, 0, 0, 0, 1.0,
+            self.inputs.tokens, a.scale, a.left, a.right, 0, *_bias_of(layer), 0, 0, 0, 1.0,
         )  # fmt: skip
         at, count = cu_q.data_ptr(), cu_q.numel() - 1
         if keys is None:
@@ -243,10 +258,11 @@ class Pass:
 
     def _out(self, layer: PackedLayer) -> None:
         context, k = self.at["context"], layer.out.k
-        self._close(layer, layer.out, lambda first, count: (context + first * k * self.size, k))
+        norm = layer.out_of_attention
+        self._close(layer, layer.out, norm, lambda first, count: (context + first * k * self.size, k))
 
     def _mlp(self, layer: PackedLayer) -> None:
-        self._close(layer, layer.down, lambda first, count: self._middle(layer, first, count))
+        self._close(layer, layer.down, layer.out_of_mlp, lambda first, count: self._middle(layer, first, count))
 
     def _middle(self, layer: PackedLayer, first: int, count: int) -> Rows:
         """What the last matmul of an MLP reads for rows [first, first + count)."""
@@ -263,23 +279,30 @@ class Pass:
     def _mlp_input(self, layer: PackedLayer, first: int, count: int) -> Rows:
         return self._entered(layer.into_mlp, layer.spec.order, first, count, adds=True)
 
-    def _close(self, layer: PackedLayer, dense: PackedDense, read: Callable[[int, int], Rows]) -> None:
-        """The last matmul of a block, of what `read` gives for some rows: into `part`, or into x itself where the
-        matmul adds x and no norm follows."""
+    def _close(
+        self, layer: PackedLayer, dense: PackedDense, norm: NormAddresses | None, read: Callable[[int, int], Rows]
+    ) -> None:  # fmt: skip
+        """The last matmul of a block, of what `read` gives for some rows, and the `norm` of what it gives: into `part`,
+        or into x itself where the matmul adds x and no norm follows."""
+        x, part = (self.at["x"], self.width), (self.at["part"], self.width)
         if self.wire is not None:
-            part = (self.at["part"], self.width)
-            self._sum(lambda f, n, to: self._linear(dense, read(f, n), to, n, with_bias=False), dense.bias_at, part)
-            return
-        x = (self.at["x"], self.width)
-        out = x if layer.spec.order is NormOrder.PRE else (self.at["part"], self.width)
-        self._linear(dense, read(0, self.rows), out, self.rows, residual=x)
+            self._sum(
+                lambda f, n, to: self._linear(dense, read(f, n), to, n, with_bias=False), dense.bias_at, part, self.width
+            )  # fmt: skip
+            if norm is not None:
+                self._norm(norm, part, part, self.rows)
+        elif norm is None:
+            out = x if layer.spec.order is NormOrder.PRE else part
+            self._linear(dense, read(0, self.rows), out, self.rows, residual=x)
+        else:
+            self._linear(dense, read(0, self.rows), part, self.rows)
+            self._norm(norm, part, part, self.rows)
+            self._add([x, part], x, self.rows)
 
-    def _sum(self, fill: Fill, bias: int, out: Rows) -> None:
+    def _sum(self, fill: Fill, bias: int, out: Rows, width: int) -> None:
         """out = the sum over ranks of what `fill` gives, + bias."""
         assert self.wire is not None
-        self.wire.sum_rows(
-            self.kernels, self.code, fill, self.rows, self.width, bias=bias, out=out, threads=self.threads
-        )
+        self.wire.sum_rows(self.kernels, self.code, fill, self.rows, width, bias=bias, out=out, threads=self.threads)
 
     # Single native calls --------------------------------------------------------------------------------------
 
@@ -293,16 +316,22 @@ class Pass:
         )  # fmt: skip
 
     def _norm(
-        self, norm: NormAddresses, x: Rows, out: Rows, rows: int, *, residual: Rows = _NOWHERE, total: Rows = _NOWHERE
+        self, norm: NormAddresses, x: Rows, out: Rows, rows: int, *, residual: Rows = _NOWHERE, total: Rows = _NOWHERE,
+        width: int | None = None, heads: int = 1,
     ) -> None:  # fmt: skip
         _core.norm(
             self.kernels, self.code, norm.is_rms, x, 0, residual, norm.weight, norm.bias, norm.eps, total, out,
-            0, 0, rows, self.width, self.threads,
+            0, 0, rows, self.width if width is None else width, heads, self.threads,
         )  # fmt: skip
 
     def _add(self, terms: list[Rows], out: Rows, rows: int) -> None:
         order = self.work.tables.in_order(rows).data_ptr()
         _core.gather(self.kernels, self.code, [(*t, order) for t in terms], out, rows, self.width, self.threads)
+
+
+def _bias_of(layer: PackedLayer) -> tuple[int, int]:
+    """The address of the bias by distance, and how far it reaches."""
+    return (0, 0) if layer.bias is None else (layer.bias.data_ptr(), layer.bias.shape[1] // 2)
 
 
 class RankProgram:
@@ -320,11 +349,12 @@ class RankProgram:
             # Here, because it imports what overlaps, which takes longer than to pack a small model.
             from weft.transformer.network import wire_of
 
-            self.wire = wire_of(model.group, self.work.width, self.dtype, wire)
+            self.wire = wire_of(model.group, max(self.work.width, self.work.input_width), self.dtype, wire)
         # Chunks are for the ranks of a host: across hosts rows are split, and a rank alone would lose 1 to 3 % by them.
         chunk = CHUNK_ROWS if isinstance(self.wire, HostWire) else None
         self.buffers = PassBuffers(
-            self.work.layers, self.work.width, self.dtype, chunk=chunk, alone=self.wire is None
+            self.work.layers, self.work.width, self.dtype, chunk=chunk, alone=self.wire is None,
+            embedded=0 if self.work.projection is None else self.work.input_width,
         )  # fmt: skip
         self._lock = threading.Lock()  # calls share the buffers
 

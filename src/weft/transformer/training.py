@@ -45,8 +45,8 @@ class Ops(Protocol):
         """Into a block: activation(all rows w^T + b) -> [T, N]."""
         ...
 
-    def row(self, projection: Projection, x: Tensor, *, residual: Tensor, dropout: float) -> Tensor:
-        """Out of it: the process's rows of dropout(x w^T + b) + residual; x [T, K]."""
+    def row(self, projection: Projection, x: Tensor, *, residual: Tensor | None, dropout: float) -> Tensor:
+        """Out of it: the process's rows of dropout(x w^T + b) + residual, where there is one; x [T, K]."""
         ...
 
     def drop(self, x: Tensor, p: float) -> Tensor:
@@ -77,10 +77,11 @@ class OneProcess:
     def column(self, projection: Projection, rows: Tensor, *, activation: str | None = None) -> Tensor:
         return linear(rows, PackedWeight.from_dense(projection.weight()), bias=projection.bias(), activation=activation)
 
-    def row(self, projection: Projection, x: Tensor, *, residual: Tensor, dropout: float) -> Tensor:
+    def row(self, projection: Projection, x: Tensor, *, residual: Tensor | None, dropout: float) -> Tensor:
         weight = PackedWeight.from_dense(projection.weight())
         if dropout > 0:
-            return residual + F.dropout(linear(x, weight, bias=projection.bias()), dropout)
+            y = F.dropout(linear(x, weight, bias=projection.bias()), dropout)
+            return y if residual is None else residual + y
         return linear(x, weight, bias=projection.bias(), residual=residual)
 
     def drop(self, x: Tensor, p: float) -> Tensor:
@@ -122,7 +123,8 @@ def layers(model: Transformer, x: Tensor, call: TrainingCall) -> Tensor:
             x = checkpoint(_layer, layer, x, call, use_reentrant=False)
         else:
             x = _layer(layer, x, call)
-    return x if model.final_norm is None else norm(model.final_norm, x)
+    x = x if model.final_norm is None else norm(model.final_norm, x)
+    return call.ops.drop_rows(x, model.final_dropout if call.training else 0.0)
 
 
 def embed(embedding: Embedding | None, call: TrainingCall) -> Tensor:
@@ -133,6 +135,7 @@ def embed(embedding: Embedding | None, call: TrainingCall) -> Tensor:
     else:
         assert embedding is not None
         x = ops.words(embedding, inputs.indices[0])
+        x = x if embedding.scale is None else x * embedding.scale.rounded(x.dtype)
     if embedding is None:
         return x
     others = embedding.tables[1:], inputs.indices[1:], embedding.paddings or (None,) * (len(embedding.tables) - 1)
@@ -140,7 +143,10 @@ def embed(embedding: Embedding | None, call: TrainingCall) -> Tensor:
         x = x + F.embedding(ops.take(index), table, padding_idx=row)
     if embedding.norm is not None:
         x = norm(embedding.norm, x)
-    return ops.drop_rows(x, embedding.dropout if call.training else 0.0)
+    x = ops.drop_rows(x, embedding.dropout if call.training else 0.0)
+    if embedding.projection is None:
+        return x
+    return linear(x, PackedWeight.from_dense(embedding.projection.weight()), bias=embedding.projection.bias())
 
 
 def _layer(layer: Layer, x: Tensor, call: TrainingCall) -> Tensor:
@@ -154,14 +160,27 @@ def _layer(layer: Layer, x: Tensor, call: TrainingCall) -> Tensor:
         x = norm(layer.attention_norm, ops.row(layer.attention.out, context, residual=x, dropout=after_attention))
         return norm(layer.mlp_norm, ops.row(layer.mlp.down, _mlp(layer.mlp, x, call), residual=x, dropout=after_mlp))
     y = x if layer.attention_norm is None else norm(layer.attention_norm, x)
-    x = ops.row(layer.attention.out, _attention(layer.attention, y, call), residual=x, dropout=after_attention)
+    context = _attention(layer.attention, y, call)
+    x = _close(layer.attention.out, context, x, layer.attention_out_norm, after_attention, call)
     y = x if layer.mlp_norm is None else norm(layer.mlp_norm, x)
-    return ops.row(layer.mlp.down, _mlp(layer.mlp, y, call), residual=x, dropout=after_mlp)
+    return _close(layer.mlp.down, _mlp(layer.mlp, y, call), x, layer.mlp_out_norm, after_mlp, call)
+
+
+def _close(
+    projection: Projection, inner: Tensor, x: Tensor, out_norm: Norm | None, dropout: float, call: TrainingCall
+) -> Tensor:  # fmt: skip
+    """x + what a pre-norm block gives, normed where it has a norm of its own."""
+    if out_norm is None:
+        return call.ops.row(projection, inner, residual=x, dropout=dropout)
+    return x + norm(out_norm, call.ops.row(projection, inner, residual=None, dropout=dropout))
 
 
 def _attention(a: Attention, x: Tensor, call: TrainingCall) -> Tensor:
     inputs = call.inputs
     qkv = call.ops.column(a.qkv, x).view(inputs.tokens, a.heads + 2 * a.kv_heads, a.head_dim)
+    if a.q_norm is not None or a.k_norm is not None:
+        q, k, v = split_heads(qkv, a.heads, a.kv_heads)
+        qkv = torch.cat([_norm_heads(a.q_norm, q), _norm_heads(a.k_norm, k), v], 1)
     if a.rotary is not None:
         assert inputs.positions is not None
         cos, sin = inputs.rotated(a.rotary)
@@ -169,9 +188,15 @@ def _attention(a: Attention, x: Tensor, call: TrainingCall) -> Tensor:
     if call.extras.keys_values is not None:
         call.extras.keys_values.append(split_heads(qkv, a.heads, a.kv_heads)[1:])
     dropout = a.dropout if call.training and call.drops_attention else 0.0
-    scoring = Scoring(a.scale, a.left, a.right, dropout=dropout, seed=call.ops.seed() if dropout else None)
+    bias = None if a.bias is None else a.bias.by_distance()
+    scoring = Scoring(a.scale, a.left, a.right, None, bias, dropout, call.ops.seed() if dropout else None)
     out = self_attention(qkv, inputs.cu_seqlens, scoring, heads=a.heads, kv_heads=a.kv_heads)
     return out.view(inputs.tokens, a.heads * a.head_dim)
+
+
+def _norm_heads(each: Norm | None, heads: Tensor) -> Tensor:
+    """[T, heads, head_dim], each head by itself."""
+    return heads if each is None else norm(each, heads.reshape(-1, heads.shape[2])).view(heads.shape)
 
 
 def _mlp(mlp: Mlp, x: Tensor, call: TrainingCall) -> Tensor:
@@ -185,5 +210,5 @@ def _mlp(mlp: Mlp, x: Tensor, call: TrainingCall) -> Tensor:
 def norm(norm: Norm, x: Tensor) -> Tensor:
     """A norm of rows [M, width]."""
     if norm.kind is NormKind.RMS:
-        return rmsnorm(x, norm.weight, eps=norm.eps).out
-    return add_bias_residual_layernorm(x, norm.weight, norm.bias, eps=norm.eps).out
+        return rmsnorm(x, norm.factors(), eps=norm.eps).out
+    return add_bias_residual_layernorm(x, norm.factors(), norm.bias, eps=norm.eps).out

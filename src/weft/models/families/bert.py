@@ -152,6 +152,12 @@ BERT = Family(
     buffered_positions, buffered_types, on_ranks=True,
 )  # fmt: skip
 ROBERTA = Family("RobertaModel", describe_bert, _POOLED, encoder_heads("Roberta"), roberta_positions, buffered_types)
+XLM_ROBERTA = Family(
+    "XLMRobertaModel", describe_bert, _POOLED, encoder_heads("XLMRoberta"), roberta_positions, buffered_types
+)
+CAMEMBERT = Family(
+    "CamembertModel", describe_bert, _POOLED, encoder_heads("Camembert"), roberta_positions, buffered_types
+)
 DISTILBERT = Family(
     "DistilBertModel", describe_distilbert, "BaseModelOutput", encoder_heads("DistilBert"), buffered_positions
 )

@@ -1,0 +1,32 @@
+"""ELECTRA: BERT whose embeddings may be narrower than its layers, and are projected to their width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from weft.models.families.bert import buffered_positions, buffered_types, describe_bert
+from weft.models.family import Family, activation_of, encoder_heads, layer_norm, linear
+from weft.models.spec import HeadTransform, Transformer, VocabularyHead
+
+
+def describe_electra(model: Any) -> Transformer:
+    """An `ElectraModel`."""
+    described = describe_bert(model)
+    if not hasattr(model, "embeddings_project"):
+        return described
+    assert described.embedding is not None
+    return replace(described, embedding=replace(described.embedding, projection=linear(model.embeddings_project)))
+
+
+def masked_head(model: Any) -> VocabularyHead:
+    """Of an `ElectraForMaskedLM`."""
+    p = model.generator_predictions
+    transform = HeadTransform(linear(p.dense), activation_of(p.activation), layer_norm(p.LayerNorm))
+    return VocabularyHead(linear(model.generator_lm_head), transform)
+
+
+ELECTRA = Family(
+    "ElectraModel", describe_electra, "BaseModelOutputWithPastAndCrossAttentions", encoder_heads("Electra"),
+    buffered_positions, buffered_types,
+)  # fmt: skip

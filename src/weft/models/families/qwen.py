@@ -1,0 +1,29 @@
+"""Qwen2 and Qwen3: Llama with windows in some layers, and in Qwen3 with norms of the heads of queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.models.families.llama import STAGES, describe_kin, window_of_type
+from weft.models.family import Family, decoder_heads
+from weft.models.spec import Transformer
+
+
+def describe_qwen2(model: Any) -> Transformer:
+    """A `Qwen2Model`."""
+    return describe_kin(model, "Qwen2RMSNorm", window=window_of_type)
+
+
+def describe_qwen3(model: Any) -> Transformer:
+    """A `Qwen3Model`."""
+    return describe_kin(model, "Qwen3RMSNorm", window=window_of_type, has_head_norms=True)
+
+
+QWEN2 = Family(
+    "Qwen2Model", describe_qwen2, "BaseModelOutputWithPast", decoder_heads("Qwen2", "ForCausalLM"),
+    has_cache=True, on_ranks=True, stages=STAGES,
+)  # fmt: skip
+QWEN3 = Family(
+    "Qwen3Model", describe_qwen3, "BaseModelOutputWithPast", decoder_heads("Qwen3", "ForCausalLM"),
+    has_cache=True, on_ranks=True, stages=STAGES,
+)  # fmt: skip
