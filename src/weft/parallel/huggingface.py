@@ -64,8 +64,8 @@ class ParallelBase(ParallelModel, PackedBase):
     def weft_prepare(self, arguments: dict[str, Any]) -> PackedCall:
         prepared = super().weft_prepare(arguments)
         config: Any = self.config  # type: ignore[attr-defined]
-        limit = config.max_position_embeddings
-        if prepared.inputs.farthest >= limit:
+        limit = getattr(config, "max_position_embeddings", None)  # T5 has none
+        if limit is not None and prepared.inputs.farthest >= limit:
             raise ValueError(
                 f"a sequence of {prepared.inputs.farthest + 1} positions is longer than the model's limit of {limit}; "
                 "cut it, or raise max_position_embeddings in the config"
