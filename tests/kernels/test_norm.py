@@ -76,6 +76,22 @@ def test_a_row_is_its_own():
     assert torch.equal(dirty[4:], whole[4:])
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("width", [6, 16, 72])
+def test_heads_in_place(width, isa):
+    """Some heads of each token, whose tokens lie further apart; the others stay as they are."""
+    tokens, heads, all_heads = 37, 3, 5
+    x = random(tokens, all_heads, width, grad=False)
+    weight, before = random(width, seed=2, grad=False), x.clone()
+    rows = (x.data_ptr() + width * 4, all_heads * width)  # from the second head on
+    arguments = (True, rows, 0, (0, 0), weight.data_ptr(), 0, 1e-6, (0, 0), rows, 0, 0, tokens, width, heads, 2)
+    _core.norm(_core.kernels(isa), cpu.dtype_code(x.dtype), *arguments)
+    alone = rmsnorm(before[:, 1 : 1 + heads].reshape(-1, width), weight, eps=1e-6, isa=isa).out
+    assert torch.equal(x[:, 1 : 1 + heads].reshape(-1, width), alone)
+    assert torch.equal(x[:, :1], before[:, :1])
+    assert torch.equal(x[:, 1 + heads :], before[:, 1 + heads :])
+
+
 def test_large_offset_keeps_the_variance():
     x = random(4, 768, grad=False) + 1000
     torch.testing.assert_close(
