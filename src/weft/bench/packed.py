@@ -23,6 +23,7 @@ from torch import Tensor
 from weft import _core
 from weft.bench.harness import BenchOptions, Case, Result, System, measure, track
 from weft.bench.machine import peak_growth
+from weft.bench.programs import TRAINED_TEXTS, WORDS, qwen3, trainer_case
 from weft.bench.systems.packed import (
     MODES,
     PEERS,
@@ -78,15 +79,23 @@ def run(options: BenchOptions) -> Report:
         modes = ("padded", "loop")  # equal lengths are sorted as they are
         same = _row(lineup.measure(f"{name}, equal 128, batch 16", batch(equal(128), 16), options, modes))
         others = [] if options.quick else [_row(result) for result in sweep(model, options)]
+        decoder = _row(decoder_result(QUICK_LAYERS if options.quick else 18, options))
     case, absent = attention_case("attention, uniform 512, batch 16", batch(uniform(512), 16))
     attention = _row(_result(case, options, absent=absent))
     train = _row(training(model, batch(uniform(256), 16), options))
+    texts = batch(uniform(512), TRAINED_TEXTS, vocabulary=WORDS)
+    trainer = _row(_result(trainer_case(texts, layers=QUICK_LAYERS if options.quick else 4), options))
     embed = _row(_result(embed_case(QUICK_TEXTS if options.quick else 20_000), options))
     memory = memory_row(layers=QUICK_LAYERS)
     return Report(
         NAME,
-        rows=[head, same, *others, attention, train, embed, memory],
-        summary=summary(head=head, same=same, attention=attention, train=train, embed=embed, memory=memory),
+        rows=[head, same, *others, decoder, attention, train, trainer, embed, memory],
+        summary={
+            **summary(head=head, same=same, attention=attention, train=train, embed=embed, memory=memory),
+            "trainer_vs_sdpa": trainer["vs_hf_sdpa"],
+            "trainer_registry_vs_sdpa": 1.0 / float(str(trainer["vs_registry"])) * float(str(trainer["vs_hf_sdpa"])),
+            "qwen3_vs_sdpa": decoder.get("vs_hf_sdpa", "not measured"),
+        },
         columns=COLUMNS,
         title=f"packed: {thread_count(0)} threads, float32",
         notes=["loop: one text at a time; sorted: groups of similar length", "x: how many times as long as weft"],
@@ -161,11 +170,13 @@ def _check(states: Tensor, want: Tensor, padded: PaddedBatch) -> None:
 
 
 def flops(config: Any, lengths: Sequence[int]) -> float:
-    """Multiplications and additions that real tokens need: matmuls and attention."""
-    width, inner = config.hidden_size, config.intermediate_size
-    linear = 2 * sum(lengths) * (4 * width * width + 2 * width * inner)
-    attention = 4 * width * sum(length * length for length in lengths)
-    return float(config.num_hidden_layers * (linear + attention))
+    """Multiplications and additions that real tokens need: matmuls and attention, half of that where it is causal."""
+    width, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    decodes, head_dim = hasattr(config, "num_key_value_heads"), getattr(config, "head_dim", width // heads)
+    keys = config.num_key_value_heads if decodes else heads
+    weights = width * head_dim * (2 * heads + 2 * keys) + (3 if decodes else 2) * width * inner
+    pairs = sum(length * (length + 1) / 2 if decodes else length * length for length in lengths)
+    return float(config.num_hidden_layers * (2 * sum(lengths) * weights + 4 * heads * head_dim * pairs))
 
 
 def _result(case: Case, options: BenchOptions, flops: float = 0.0, absent: Mapping[str, str] | None = None) -> Result:
@@ -243,6 +254,13 @@ def sweep(model: Any, options: BenchOptions) -> list[Result]:
         lineups[name].measure(f"{name}, {what}", batch(draw, size), options)
         for name, (what, draw, size) in track(plan, title="packed")
     ]
+
+
+def decoder_result(layers: int, options: BenchOptions) -> Result:
+    """Texts through a decoder, as embedders are made of them."""
+    padded = batch(uniform(256), 16)
+    lineup = Lineup(qwen3(layers), padded, [peer for peer in PEERS if peer.name in ("hf sdpa", "hf eager")])
+    return lineup.measure(f"Qwen3-shaped, {layers} layers, uniform 256, batch 16", padded, options)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
