@@ -56,7 +56,11 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True)
 class StageNames:
-    """Where the modules that pipeline stages share out are: in the base model, and the head in the whole one."""
+    """Where the modules that pipeline stages share out are: in the base model, and the head in the whole one.
+
+    What else there is before the layers has the names `first`, and what every stage needs `everywhere`. A description
+    is read of a stage as of a whole model (`modules()` are the stage's), with None for what is on another stage.
+    """
 
     base: str
     embedding: str
@@ -64,6 +68,7 @@ class StageNames:
     norm: str
     head: str
     everywhere: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,15 +116,23 @@ class Family:
         raise Unsupported(f"{type(model).__name__} has no {self.base}; is it packed already, or changed?")
 
 
-def encoder_heads(name: str) -> dict[str, Head]:
-    """The usual classes around an encoder."""
-    kinds = {
-        "ForMaskedLM": HeadKind.TOKENS,
-        "ForTokenClassification": HeadKind.TOKENS,
-        "ForSequenceClassification": HeadKind.FIRST,
-        "ForQuestionAnswering": HeadKind.SPANS,
+def encoder_heads(name: str, masked: Callable[[Any], VocabularyHead] | None = None) -> dict[str, Head]:
+    """The usual classes around an encoder; `masked` reads the head of its masked language model."""
+    return {
+        f"{name}ForMaskedLM": Head(HeadKind.TOKENS, masked),
+        f"{name}ForTokenClassification": Head(HeadKind.TOKENS),
+        f"{name}ForSequenceClassification": Head(HeadKind.FIRST),
+        f"{name}ForQuestionAnswering": Head(HeadKind.SPANS),
     }
-    return {f"{name}{head}": Head(kind) for head, kind in kinds.items()}
+
+
+def own_head(model: nn.Module, head: Any) -> Any:
+    """A head of the model's own file in transformers. Raises where it, or a part of it, would compute another thing."""
+    home = home_of(model)
+    check_untouched(head, lambda kind: is_of(kind, home) or is_known(kind), called=())
+    if not is_of(type(head), home):
+        raise Unsupported(f"the head of {type(model).__name__} is a {type(head).__name__}, expected the original one")
+    return head
 
 
 def causal_head(model: Any) -> VocabularyHead:
