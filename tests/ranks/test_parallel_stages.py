@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
-from parallel_cases import WORDS, build, checks, config, whole
+from parallel_cases import WORDS, build, checks, whole
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
@@ -20,7 +19,7 @@ from weft.packed import PackedBatch
 from weft.parallel.files.save import save_model
 from weft.parallel.stages import ModelStage, model_stage, stage_layouts
 
-FAMILIES = {"Llama": {"kv_heads": 2, "heads": 4}, "GPT2": {"heads": 3}}  # heads that two ranks share, evenly or not
+FAMILIES = {"Llama": {"kv_heads": 2, "heads": 4}, "GPT2": {"heads": 5}}  # heads that two ranks share, evenly or not
 LAYERS = {"Llama": "num_hidden_layers", "GPT2": "n_layer"}
 COUNT = 2  # micro-batches
 
@@ -48,11 +47,8 @@ def texts(seed: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor], list[t
 
 def pipeline(stage: ModelStage, mesh: DeviceMesh, **options: Any) -> weft.Pipeline:
     schedule = weft.schedule("1f1b", stages=2, microbatches=COUNT)
-    ranks = [row if len(row) > 1 else row[0] for row in mesh.mesh.tolist()]
-    meshes = [r if isinstance(r, int) else torch.tensor(r).tolist() for r in ranks]
-    return weft.Pipeline(
-        {stage.index: stage}, meshes, schedule, loss_fn=lambda summed, n: summed / n, **stage_layouts(2), **options
-    )
+    options |= {"loss_fn": lambda summed, n: summed / n, **stage_layouts(2)}
+    return weft.Pipeline({stage.index: stage}, mesh.mesh.tolist(), schedule, **options)
 
 
 def stage_of(model: Any, mesh: DeviceMesh) -> ModelStage:
@@ -87,7 +83,8 @@ def training(size: int) -> None:
                 wanted.mean().backward()
                 for name, p in stage.named_parameters():
                     want = alone.get_parameter(name).grad
-                    torch.testing.assert_close(whole(p.grad), want, rtol=2e-4, atol=2e-5, msg=f"{family} {name}: {{}}".format)
+                    message = f"{family} {name}: {{}}".format
+                    torch.testing.assert_close(whole(p.grad), want, rtol=2e-4, atol=2e-5, msg=message)
                 for optimiser in made:
                     optimiser.step()
                     optimiser.zero_grad()
@@ -95,8 +92,7 @@ def training(size: int) -> None:
             if pipe.has_last_stage:
                 for each, (t, cu) in zip(found.outputs, zip(ids, ends, strict=True), strict=True):
                     rows = [alone(t[None, a:b]).logits[0] for a, b in pairwise(cu.tolist())]
-                    columns = [each.new_empty(0)] * 0 or _columns(each, mesh)
-                    torch.testing.assert_close(columns, torch.cat(rows), rtol=1e-4, atol=2e-4)
+                    torch.testing.assert_close(_columns(each, mesh), torch.cat(rows), rtol=1e-4, atol=2e-4)
 
 
 def _columns(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -116,7 +112,7 @@ def dropout(size: int) -> None:
         mesh = init_device_mesh("cpu", (size,))
         stage = model_stage(whole_model(family, **options), 0, 1, mesh)
         shared = weft.parallelize(whole_model(family, **options), mesh)
-        batch = PackedBatch(ids[0], ends[0])
+        batch = PackedBatch.from_list(list(ids[0].split(ends[0].diff().tolist())))
         labels = torch.cat([ids[0].new_full((1,), -100), targets[0][:-1]])
         values = []
         for seed in (1, 1, 2):
@@ -192,7 +188,7 @@ def refusals(size: int) -> None:
     with pytest.raises(ValueError, match="a sequence has 65 tokens, the model has 64 positions"):
         stage(long, cu_seqlens=torch.tensor([0, 65]))
     short = whole_model("GPT2")
-    short.transformer.wpe = torch.nn.Embedding(16, 36)
+    short.transformer.wpe = torch.nn.Embedding(16, 60)
     short = model_stage(short, 0, 2, mesh)
     with pytest.raises(ValueError, match="position_ids.*more positions than the model has|position_ids.*out of range"):
         short(ids[0], cu_seqlens=ends[0])
@@ -204,7 +200,6 @@ def refusals(size: int) -> None:
     stage(ids[0], cu_seqlens=ends[0])
     # A stage is in the mode that its model was in.
     assert not any(m.training for m in model_stage(whole_model("GPT2").eval(), 1, 2, mesh).modules())
-    assert isinstance(transformers.GPT2LMHeadModel(config("GPT2")), transformers.GPT2LMHeadModel)
 
 
 CASES = [training, dropout, files, refusals]
