@@ -1,4 +1,4 @@
-"""More ranks than key/value heads: each rank has a copy of those that its queries read, and gradients are their sums."""
+"""More ranks than key/value heads: a rank has copies of those that its queries read; their gradients are added up."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ def refusal(size: int) -> None:
 
 
 CASES = [
-    losses_and_gradients, tokens, same_bits, bfloat16, steps_and_checkpoints, data_parallel, dropped_and_frozen, refusal,
+    losses_and_gradients, tokens, same_bits, bfloat16, steps_and_checkpoints, data_parallel, dropped_and_frozen,
+    refusal,
 ]  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def models(size: int) -> None:
     untouched(input_ids=torch.tensor([[1, 2]]))
     with pytest.raises(ValueError, match="cannot share an MLP of width 1"):
         weft.parallelize(build("Llama", intermediate_size=1), mesh())
-    with pytest.raises(ValueError, match="mesh is a int, expected a DeviceMesh, .* or none for one rank"):
+    with pytest.raises(ValueError, match=r"mesh is a int, expected a DeviceMesh, .* or none at all for one rank"):
         weft.parallelize(build("Llama"), size)
     odd = build("Llama")
     odd.model.layers[0].mlp.down_proj = nn.Identity()
@@ -51,11 +51,11 @@ def models(size: int) -> None:
 
 def heads_for_words(size: int) -> None:
     """What the head of a masked language model does is read from its modules, strictly."""
-    with pytest.raises(ValueError, match="config.sparse_prediction = True is not supported"):
+    with pytest.raises(ValueError, match=r"config.sparse_prediction = True is not supported"):
         weft.parallelize(build("ModernBert", sparse_prediction=True), mesh())
     smooth = build("DistilBert")
     smooth.mlm_loss_fct = nn.CrossEntropyLoss(label_smoothing=0.1)
-    with pytest.raises(ValueError, match="mlm_loss_fct is .* expected a plain CrossEntropyLoss"):
+    with pytest.raises(ValueError, match=r"mlm_loss_fct is .* expected a plain CrossEntropyLoss"):
         weft.parallelize(smooth, mesh())
     for family, name in (("Bert", "cls"), ("Roberta", "lm_head"), ("ModernBert", "head")):
         odd = build(family)
@@ -77,7 +77,7 @@ def heads_for_words(size: int) -> None:
         weft.parallelize(odd, mesh())
     odd = build("ModernBert")
     odd.head.act = nn.Tanh()
-    with pytest.raises(ValueError, match="the activation Tanh.* is not supported"):
+    with pytest.raises(ValueError, match=r"the activation Tanh.* is not supported"):
         weft.parallelize(odd, mesh())
 
 

@@ -178,7 +178,7 @@ def refusals(size: int) -> None:
             tied.lm_head.weight = tied.get_input_embeddings().weight  # also where the config does not say so
             with pytest.raises(ValueError, match="would share one tied embedding"):
                 model_stage(tied, 0, 2, mesh)
-    with pytest.raises(ValueError, match="got a BertForMaskedLM, expected a .*GPT2LMHeadModel.* to cut into stages"):
+    with pytest.raises(ValueError, match=r"got a BertForMaskedLM, expected a .*GPT2LMHeadModel.* to cut into stages"):
         model_stage(build("Bert"), 0, 1, mesh)
     stage = model_stage(whole_model("GPT2"), 0, 2, mesh)
     ids, _, ends = texts()
@@ -190,7 +190,7 @@ def refusals(size: int) -> None:
     short = whole_model("GPT2")
     short.transformer.wpe = torch.nn.Embedding(16, 60)
     short = model_stage(short, 0, 2, mesh)
-    with pytest.raises(ValueError, match="position_ids.*more positions than the model has|position_ids.*out of range"):
+    with pytest.raises(ValueError, match=r"position_ids.*more positions than the model has"):
         short(ids[0], cu_seqlens=ends[0])
     stage(ids[0], cu_seqlens=ends[0])
     if size > 1:

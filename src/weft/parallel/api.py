@@ -95,7 +95,8 @@ def parallelize(
 def _check_mesh(mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
-            f"mesh is a {type(mesh).__name__}, expected a DeviceMesh, such as init_device_mesh gives, or none for one rank"
+            f"mesh is a {type(mesh).__name__}, expected a DeviceMesh, such as init_device_mesh gives, or none at all "
+            "for one rank"
         )
     if mesh.ndim != 1:
         axes = "" if mesh.mesh_dim_names is None else f", as in mesh[{mesh.mesh_dim_names[-1]!r}]"

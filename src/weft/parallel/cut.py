@@ -60,7 +60,7 @@ def _shared_heads(heads: int, kv_heads: int, size: int) -> tuple[Heads, ...]:
             return tuple(
                 Heads(IndexRun(first, end), IndexRun(first // group, -(-end // group))) for first, end in found
             )
-    raise AssertionError(f"{heads} heads, {kv_heads} of keys, {size} ranks")  # size <= heads: one rank a key head will do
+    raise AssertionError(f"{size} ranks, {heads} heads")  # of which each may have a part of one key head's queries
 
 
 def _best_cut(heads: int, group: int, size: int, most: int) -> list[tuple[int, int]] | None:

@@ -278,8 +278,10 @@ class ParallelEngine:
         return RankStates(forward(model.transformer, call), share, model, group)
 
     def noise(self, salt: int = 0) -> Noise | None:
-        """Where dropout of a call draws from; None where nothing is dropped. Models that take one seed, as the stages of
-        a pipeline may, drop different elements by different `salt`. Collective."""
+        """Where dropout of a call draws from; None where nothing is dropped. Collective.
+
+        Stages of a pipeline, which may draw the same seed, drop different elements by a `salt` of their own.
+        """
         read = self._read()
         if not (read.in_training and _drops(read.spec.transformer)):
             return None

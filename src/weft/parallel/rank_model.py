@@ -6,8 +6,8 @@ ranks do not divide or for a fused q, k, v, rows travel from the ranks that stor
     c_attn of 2 heads, 2 ranks        stored   q0 q1 k0 | k1 v0 v1
                                       needed   q0 k0 v0 | q1 k1 v1        q1, v0 move; k0, k1 shift
 
-All such tensors of a model travel in one message for each pair of ranks. Each row is stored once, so the gradient is the
-same move backwards; of a row that several ranks computed with, theirs are added up in the order of ranks.
+All such tensors of a model travel in one message for each pair of ranks. Each row is stored once, so the gradient is
+the same move backwards; of a row that several ranks computed with, theirs are added up in the order of ranks.
 """
 
 from __future__ import annotations
