@@ -200,13 +200,6 @@ def is_known_leaf(kind: type) -> bool:
     return kind in _LEAVES or is_of(kind, "transformers.activations")
 
 
-def activation(name: object) -> str:
-    """Our name of a config's activation."""
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise Unsupported(f"the activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
 def activation_of(function: Any) -> str:
     """Our name of what a module calls as its activation."""
     kind = type(function)

@@ -48,8 +48,8 @@ class Heads:
 
 @cache
 def _shared_heads(heads: int, kv_heads: int, size: int) -> tuple[Heads, ...]:
-    """The heads of every rank: the fewest queries on the rank that has most, for then the fewest copies of keys, and
-    then as even as they go.
+    """The heads of every rank: as few queries as can be on the rank that has most; of such cuts one with the fewest
+    copies of keys; and of these the most even.
 
     >>> [(h.queries.count, h.keys.count) for h in _shared_heads(8, 2, 3)]
     [(3, 1), (2, 2), (3, 1)]

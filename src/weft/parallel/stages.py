@@ -64,7 +64,8 @@ class ModelStage(nn.Module):
 
     def _init_weights(self, module: nn.Module) -> None:
         """For buffers that were made on the meta device, as Hugging Face's models have it."""
-        shell = self._kind.__new__(self._kind)  # their code may call super(), and asks for nothing but the config
+        kind: Any = self._kind
+        shell = kind.__new__(kind)  # their code may call super(), and asks for nothing but the config
         nn.Module.__init__(shell)
         shell.config = self.config
         shell._init_weights(module)
