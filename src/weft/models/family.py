@@ -169,19 +169,11 @@ def called_in(base: Any) -> list[nn.Module]:
     return [base] if pooler is None else [base, *pooler.modules()]
 
 
-# transformers' names of activations -> ours
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-}
+# What transformers calls the activations that are known, for errors
+_ACTIVATIONS = (
+    "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh", "silu",
+    "swish", "relu",
+)  # fmt: skip
 # Those of its classes that have no options.
 _CLASSES = {
     "NewGELUActivation": "gelu_tanh",
@@ -215,7 +207,7 @@ def activation_of(function: Any) -> str:
         return _FUNCTIONS[function]
     raise Unsupported(
         f"the activation {function} is not supported; supported are those that transformers calls "
-        f"{', '.join(ACTIVATIONS)}, and torch's gelu, silu and relu"
+        f"{', '.join(_ACTIVATIONS)}, and torch's gelu, silu and relu"
     )
 
 
