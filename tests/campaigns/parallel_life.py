@@ -62,9 +62,9 @@ class Life(TextLife):
 
     def inputs(self) -> tuple[dict[str, Any], Tensor, Tensor]:
         """Padded inputs, that every head takes."""
-        side = "right" if self.head == "ForSequenceClassification" or self.family == "Bert" else None
+        side = "right" if self.head == "ForSequenceClassification" or self.is_encoder else None
         ids, mask, labels = self.batch(side=side)
-        if self.head == "ForSequenceClassification" and self.family != "Bert":
+        if self.head == "ForSequenceClassification" and not self.is_encoder:
             ids = ids.masked_fill(mask == 0, 0)
         return {"input_ids": ids, "attention_mask": mask}, mask, labels
 
@@ -86,10 +86,11 @@ class Life(TextLife):
             packed = PackedBatch.from_padded(given["input_ids"], mask)
         with mode():
             if packed is not None:
-                columns = torch.arange(mask.shape[1]).expand_as(mask)[mask.bool()]
-                got = self.shared(input_ids=packed, position_ids=columns)
+                columns = torch.arange(mask.shape[1]).expand_as(mask)
+                got = self.shared(input_ids=packed, position_ids=columns[mask.bool()])
                 if self.alone is not None:
-                    self.close(got.logits, self.alone(**given).logits[mask.bool()], "packed")
+                    want = self.alone(**given, position_ids=columns)
+                    self.close(got.logits, want.logits[mask.bool()], "packed")
                 return
             if way == "keep" and self.causal:
                 columns = torch.tensor(sorted(self.rng.sample(range(mask.shape[1]), min(2, mask.shape[1]))))
@@ -245,9 +246,8 @@ class Life(TextLife):
 
     def hook(self) -> None:
         """On a module that is never called: refused while it is there."""
-        base = self.shared if self.head == "Model" else getattr(self.shared, self.shared._weft_base)
-        layers = base.encoder.layer if self.family == "Bert" else base.h if self.family == "GPT2" else base.layers
-        module = self.rng.choice([m for m in layers.modules() if not isinstance(m, nn.ModuleList)])
+        modules = self.layers_in(self.shared).modules()
+        module = self.rng.choice([m for m in modules if not isinstance(m, nn.ModuleList)])
         way = self.rng.choice(("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"))
         handle = getattr(module, way)(lambda *args: None)
         with torch.set_grad_enabled(self.rng.random() < 0.5):
@@ -273,8 +273,7 @@ class Life(TextLife):
         self.say(way)
         at = self.rng.randrange(8)
         for model in self.models:
-            base = model if self.head == "Model" else getattr(model, model.base_model_prefix)
-            layers = base.encoder.layer if self.family == "Bert" else base.h if self.family == "GPT2" else base.layers
+            layers = self.layers_in(model)
             i = at % len(layers)
             if way == "cut" and len(layers) > 1 and not self.fsdp:
                 del layers[i]
@@ -283,12 +282,12 @@ class Life(TextLife):
             elif way == "eps":
                 name = "variance_epsilon" if self.family == "Llama" else "eps"
                 setattr(next(m for m in layers[i].modules() if hasattr(m, name)), name, 0.2)
-            elif way == "scale" and self.family != "Bert":
+            elif way == "scale" and not self.is_encoder:
                 attention = layers[i].attn if self.family == "GPT2" else layers[i].self_attn
                 attention.scaling = 0.3
             model.config.num_hidden_layers = len(layers)
             for number, layer in enumerate(layers):
-                if self.family != "Bert":
+                if not self.is_encoder:
                     (layer.attn if self.family == "GPT2" else layer.self_attn).layer_idx = number
         if way == "cut" and not self.fsdp:
             self._make_optimisers()

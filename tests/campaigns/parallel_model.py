@@ -22,10 +22,13 @@ from weft.parallel.files.load import box_of
 POSITIONS = 48
 # So many shapes of models are drawn for so many cases: DTensor takes 30 ms for each op on a shape that it has not seen.
 SHAPES, BLOCK = 8, 2000
+ENCODERS = ("Bert", "Roberta", "DistilBert", "ModernBert")
 HEADS = {
     "Llama": ("ForCausalLM", "ForCausalLM", "ForCausalLM", "Model", "ForTokenClassification"),
     "GPT2": ("LMHeadModel", "LMHeadModel", "LMHeadModel", "Model", "ForSequenceClassification"),
-    "Bert": ("ForMaskedLM", "ForMaskedLM", "Model", "ForTokenClassification", "ForSequenceClassification"),
+    **dict.fromkeys(
+        ENCODERS, ("ForMaskedLM", "ForMaskedLM", "Model", "ForTokenClassification", "ForSequenceClassification")
+    ),
 }
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
@@ -52,7 +55,8 @@ class LivingModel:
         self.data = 2 if self.fsdp else 1
         self.tensor = self.size // self.data
         shape = random.Random(f"{seed}/{number // BLOCK}/{rng.randrange(SHAPES)}/{self.tensor}")
-        self.family = shape.choice(("Llama", "Llama", "GPT2", "GPT2", "Bert"))
+        self.family = shape.choice(("Llama", "Llama", "Llama", "GPT2", "GPT2", *ENCODERS))
+        self.is_encoder = self.family in ENCODERS
         self.head = rng.choice(HEADS[self.family])
         self.causal = self.head in CAUSAL
         self.vocabulary = self.causal or self.head == "ForMaskedLM"
@@ -64,8 +68,8 @@ class LivingModel:
     # The model ----------------------------------------------------------------------------------------------
 
     def _config(self, rng: random.Random) -> Any:
-        kv = rng.randint(self.tensor, max(self.tensor, 4))
-        groups, d = rng.choice((1, 1, 2, 3)), 2 * rng.randint(1, 8)
+        kv = rng.randint(1 if self.family == "Llama" else self.tensor, max(self.tensor, 4))
+        groups, d = max(rng.choice((1, 1, 2, 3, 4)), -(-self.tensor // kv)), 2 * rng.randint(1, 8)
         heads = kv * groups if self.family == "Llama" else kv
         self.words = rng.randint(max(7, 4 * self.tensor), 80)
         layers, inner = rng.randint(1, 3), rng.randint(max(5, 4 * self.tensor), 50)
@@ -89,15 +93,33 @@ class LivingModel:
             )  # fmt: skip
         else:
             width = heads * d
-            none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"), 0.0)
-            made = transformers.BertConfig(
-                vocab_size=self.words, hidden_size=width, num_attention_heads=heads, num_hidden_layers=layers,
-                intermediate_size=inner, max_position_embeddings=POSITIONS, pad_token_id=0, **none,
-            )  # fmt: skip
+            made = self._encoder_config(rng, width, heads, layers, inner)
         made.classifier_dropout = 0.0
         self.width = width
         self._shape = f"{layers}x{width} heads {heads}/{kv}x{d} inner {inner} words {self.words}"
         return made
+
+    def _encoder_config(self, rng: random.Random, width: int, heads: int, layers: int, inner: int) -> Any:
+        common = {"vocab_size": self.words, "max_position_embeddings": POSITIONS, "pad_token_id": 0}
+        if self.family == "DistilBert":
+            none = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
+            shape = {"dim": width, "n_heads": heads, "n_layers": layers, "hidden_dim": inner}
+            return transformers.DistilBertConfig(**common, **shape, **none)
+        common |= {"hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": layers}
+        common |= {"intermediate_size": inner}
+        if self.family == "ModernBert":
+            options = {name: rng.random() < 0.3 for name in ("attention_bias", "mlp_bias", "norm_bias")}
+            return transformers.ModernBertConfig(
+                **common, **options, global_attn_every_n_layers=rng.randint(1, 3), local_attention=2 * rng.randint(1, 8)
+            )
+        none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"), 0.0)
+        return getattr(transformers, f"{self.family}Config")(**common, **none)
+
+    def layers_in(self, model: Any) -> Any:
+        """The list of the layers of a model."""
+        base = model if self.head == "Model" else getattr(model, model.base_model_prefix)
+        places = {"GPT2": "h", "Bert": "encoder.layer", "Roberta": "encoder.layer", "DistilBert": "transformer.layer"}
+        return base.get_submodule(places.get(self.family, "layers"))
 
     def _build(self) -> None:
         torch.manual_seed(self.rng.randrange(2**31))

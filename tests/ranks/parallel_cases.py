@@ -28,12 +28,22 @@ def config(family: str, heads: int = 6, kv_heads: int = 3, **options: Any) -> An
         none = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
         ends = {"bos_token_id": 2, "eos_token_id": 2}
         return transformers.GPT2Config(**{"vocab_size": WORDS, **shape, **none, **ends, **options})
+    if family == "DistilBert":
+        shape = {"dim": 12 * heads, "n_heads": heads, "n_layers": 2, "hidden_dim": 90, "max_position_embeddings": 64}
+        none = dict.fromkeys(("dropout", "attention_dropout", "qa_dropout", "seq_classif_dropout"), 0.0)
+        return transformers.DistilBertConfig(**{"vocab_size": WORDS, **shape, **none, "pad_token_id": PAD, **options})
+    shape = {"hidden_size": 12 * heads, "num_attention_heads": heads, "intermediate_size": 90, "pad_token_id": PAD}
+    if family == "ModernBert":  # a layer that sees everything, and one with a window
+        windows = {"global_attn_every_n_layers": 2, "local_attention": 8}
+        return transformers.ModernBertConfig(**{**SIZES, **shape, **windows, **options})
     none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    shape = {"hidden_size": 12 * heads, "num_attention_heads": heads, "intermediate_size": 90}
-    return transformers.BertConfig(**{**SIZES, **shape, **none, "pad_token_id": PAD, **options})
+    return getattr(transformers, f"{family}Config")(**{**SIZES, **shape, **none, **options})
 
 
-HEADS = {"Llama": "ForCausalLM", "GPT2": "LMHeadModel", "Bert": "ForMaskedLM"}
+HEADS = {
+    "Llama": "ForCausalLM", "GPT2": "LMHeadModel", "Bert": "ForMaskedLM", "Roberta": "ForMaskedLM",
+    "DistilBert": "ForMaskedLM", "ModernBert": "ForMaskedLM",
+}  # fmt: skip
 
 
 def build(family: str, head: str | None = None, *, seed: int = 0, **options: Any) -> Any:

@@ -128,7 +128,7 @@ def as_packed(size: int) -> None:
     if size > 1:
         return
     ids, mask, _ = batch([9, 4, 17])
-    for family in ("Bert", "GPT2", "Llama"):
+    for family in ("Bert", "Roberta", "DistilBert", "ModernBert", "GPT2", "Llama"):
         for dtype in (torch.float32, torch.bfloat16):
             alone, shared = (m.eval().to(dtype) for m in both(family, "Model"))
             with torch.no_grad():

@@ -31,13 +31,15 @@ def models(size: int) -> None:
         weft.parallelize(build("Llama"), mesh(), overlap="maybe")
     with pytest.raises(ValueError, match=r"cannot parallelize a torch.nn.modules.linear.Linear without a plan"):
         weft.parallelize(nn.Linear(4, 4), mesh())
-    untouched = build("Llama", heads=2, kv_heads=1)
-    with pytest.raises(ValueError, match=r"ranks cannot share 1 key/value heads .* a rank would have none"):
+    untouched = build("Llama", heads=1, kv_heads=1)
+    with pytest.raises(ValueError, match=r"ranks cannot share 1 query heads .* a rank would have none"):
         weft.parallelize(untouched, mesh())
     assert not any(isinstance(p, DTensor) for p in untouched.parameters())
     untouched(input_ids=torch.tensor([[1, 2]]))
     with pytest.raises(ValueError, match="cannot share an MLP of width 1"):
         weft.parallelize(build("Llama", intermediate_size=1), mesh())
+    with pytest.raises(ValueError, match=r"mesh is a int, expected a DeviceMesh, .* or none at all for one rank"):
+        weft.parallelize(build("Llama"), size)
     odd = build("Llama")
     odd.model.layers[0].mlp.down_proj = nn.Identity()
     with pytest.raises(ValueError, match=r"expected a torch.nn.Linear"):
@@ -45,6 +47,38 @@ def models(size: int) -> None:
     once = weft.parallelize(build("Llama"), mesh())
     with pytest.raises(ValueError, match="is a DTensor already; parallelize a model once"):
         weft.parallelize(once, mesh())
+
+
+def heads_for_words(size: int) -> None:
+    """What the head of a masked language model does is read from its modules, strictly."""
+    with pytest.raises(ValueError, match=r"config.sparse_prediction = True is not supported"):
+        weft.parallelize(build("ModernBert", sparse_prediction=True), mesh())
+    smooth = build("DistilBert")
+    smooth.mlm_loss_fct = nn.CrossEntropyLoss(label_smoothing=0.1)
+    with pytest.raises(ValueError, match=r"mlm_loss_fct is .* expected a plain CrossEntropyLoss"):
+        weft.parallelize(smooth, mesh())
+    for family, name in (("Bert", "cls"), ("Roberta", "lm_head"), ("ModernBert", "head")):
+        odd = build(family)
+        setattr(odd, name, nn.Linear(72, WORDS))
+        with pytest.raises(ValueError, match="is a Linear, expected the original one"):
+            weft.parallelize(odd, mesh())
+
+        class Scaled(type(getattr(build(family), name))):
+            def forward(self, *args, **kwargs):
+                return 2 * super().forward(*args, **kwargs)
+
+        odd = build(family)
+        getattr(odd, name).__class__ = Scaled
+        with pytest.raises(ValueError, match="Scaled, which a packed model does not know"):
+            weft.parallelize(odd, mesh())
+    odd = build("Roberta")
+    odd.lm_head.layer_norm = nn.Identity()
+    with pytest.raises(ValueError, match=r"expected a torch.nn.LayerNorm over one dim"):
+        weft.parallelize(odd, mesh())
+    odd = build("ModernBert")
+    odd.head.act = nn.Tanh()
+    with pytest.raises(ValueError, match=r"the activation Tanh.* is not supported"):
+        weft.parallelize(odd, mesh())
 
 
 def inputs(size: int) -> None:
@@ -131,7 +165,7 @@ def plans(size: int) -> None:
         weft.parallelize(nn.Sequential(Block()), mesh(), plan={"0.up": weft.ColwiseOverlap()}, overlap="off")
 
 
-CASES = [models, inputs, different_inputs, plans]
+CASES = [models, heads_for_words, inputs, different_inputs, plans]
 
 
 @pytest.fixture(scope="module")

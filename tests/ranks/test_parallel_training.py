@@ -14,10 +14,10 @@ from weft.transformer import parts
 MIXED = [19, 7, 30]
 
 
-def compare(family: str, lengths: list[int], **options) -> None:
+def compare(family: str, lengths: list[int], *, side: str = "right", **options) -> None:
     """Loss, logits, gradients, from padded inputs."""
     alone, shared = both(family, **options)
-    ids, mask, labels = batch(lengths)
+    ids, mask, labels = batch(lengths, side=side)
     want, got = (m(input_ids=ids, attention_mask=mask, labels=labels) for m in (alone, shared))
     torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-6)
     assert isinstance(got.logits, DTensor)
@@ -88,6 +88,18 @@ def bert(size: int) -> None:
     compare("Bert", [2, 3], heads=3)
 
 
+def other_encoders(size: int) -> None:
+    """Heads of their own for words, gate and up in one weight, windows, positions that count from another number."""
+    for family in ("Roberta", "DistilBert", "ModernBert"):
+        compare(family, MIXED, heads=4)
+        compare(family, [2, 3], heads=3)
+        compare(family, [14, 0, 22], side="left")  # and a row without tokens
+    compare("ModernBert", MIXED, heads=5, attention_bias=True, mlp_bias=True, norm_bias=True, intermediate_size=37)
+    compare("ModernBert", MIXED, decoder_bias=False, classifier_bias=True, classifier_activation="silu")
+    compare("DistilBert", MIXED, activation="relu", sinusoidal_pos_embds=True)
+    compare("Roberta", MIXED, hidden_act="relu", tie_word_embeddings=False)
+
+
 def bfloat16(size: int) -> None:
     """As near to float32 as the unsharded model in bfloat16 is."""
     ids, mask, labels = batch(MIXED)
@@ -115,12 +127,21 @@ def heads_of_every_kind(size: int) -> None:
         ("Llama", "Model", "last_hidden_state", None),
         ("Llama", "ForTokenClassification", "logits", torch.randint(0, 2, ids.shape).masked_fill(mask == 0, -100)),
     ]
+    for family in ("Roberta", "DistilBert", "ModernBert"):
+        cases += [
+            (family, "Model", "last_hidden_state", None),
+            (family, "ForTokenClassification", "logits", torch.randint(0, 2, ids.shape).masked_fill(mask == 0, -100)),
+            (family, "ForSequenceClassification", "logits", torch.tensor([0, 1, 1])),
+            (family, "ForQuestionAnswering", "start_logits", None),
+        ]
     for family, head, field, labels in cases:
         more = {"pad_token_id": PAD, "classifier_dropout": 0.0} if head != "Model" else {}
+        if family == "ModernBert" and head == "ForSequenceClassification":
+            more["classifier_pooling"] = "mean"
         alone, shared = both(family, head, **more)
         inputs = {"input_ids": ids, "attention_mask": mask} | ({} if labels is None else {"labels": labels})
         want, got = alone(**inputs), shared(**inputs)
-        keep = mask.bool() if got[field].dim() == 3 else slice(None)
+        keep = mask.bool() if got[field].shape[:2] == mask.shape else slice(None)
         torch.testing.assert_close(got[field][keep], want[field][keep], rtol=1e-4, atol=2e-4)
         for out in (want, got):
             (out[field][keep].square().mean() if labels is None else out.loss).backward()
@@ -237,7 +258,7 @@ def accumulated_gradients(size: int) -> None:
 
 CASES = [
     llama, llama_uneven, llama_biased_and_tied, llama_with_a_padding_word, llama_of_few_tokens, ranks_without_rows,
-    gpt2, bert, bert_with_padding_rows, bfloat16, heads_of_every_kind, packed_and_padded, whole_logits,
+    gpt2, bert, bert_with_padding_rows, other_encoders, bfloat16, heads_of_every_kind, packed_and_padded, whole_logits,
     hidden_states_and_vectors, counted_labels, names_places_and_ties, accumulated_gradients,
 ]  # fmt: skip
 

@@ -56,7 +56,11 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True)
 class StageNames:
-    """Where the modules that pipeline stages share out are: in the base model, and the head in the whole one."""
+    """Where the modules that pipeline stages share out are: in the base model, and the head in the whole one.
+
+    What else there is before the layers has the names `first`, and what every stage needs `everywhere`. A description
+    is read of a stage as of a whole model (`modules()` are the stage's), with None for what is on another stage.
+    """
 
     base: str
     embedding: str
@@ -64,6 +68,7 @@ class StageNames:
     norm: str
     head: str
     everywhere: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,15 +116,26 @@ class Family:
         raise Unsupported(f"{type(model).__name__} has no {self.base}; is it packed already, or changed?")
 
 
-def encoder_heads(name: str) -> dict[str, Head]:
-    """The usual classes around an encoder."""
-    kinds = {
-        "ForMaskedLM": HeadKind.TOKENS,
-        "ForTokenClassification": HeadKind.TOKENS,
-        "ForSequenceClassification": HeadKind.FIRST,
-        "ForQuestionAnswering": HeadKind.SPANS,
+def encoder_heads(
+    name: str, masked: Callable[[Any], VocabularyHead] | None = None, *, answers: bool = True
+) -> dict[str, Head]:  # fmt: skip
+    """The usual classes around an encoder; `masked` reads the head of its masked language model. `answers`: it has one
+    for question answering."""
+    heads = {
+        f"{name}ForMaskedLM": Head(HeadKind.TOKENS, masked),
+        f"{name}ForTokenClassification": Head(HeadKind.TOKENS),
+        f"{name}ForSequenceClassification": Head(HeadKind.FIRST),
     }
-    return {f"{name}{head}": Head(kind) for head, kind in kinds.items()}
+    return heads | ({f"{name}ForQuestionAnswering": Head(HeadKind.SPANS)} if answers else {})
+
+
+def own_head(model: nn.Module, head: Any) -> Any:
+    """A head of the model's own file in transformers. Raises where it, or a part of it, would compute another thing."""
+    home = home_of(model)
+    check_untouched(head, lambda kind: is_of(kind, home) or is_known(kind), called=())
+    if not is_of(type(head), home):
+        raise Unsupported(f"the head of {type(model).__name__} is a {type(head).__name__}, expected the original one")
+    return head
 
 
 def causal_head(model: Any) -> VocabularyHead:
@@ -156,19 +172,11 @@ def called_in(base: Any) -> list[nn.Module]:
     return [base] if pooler is None else [base, *pooler.modules()]
 
 
-# transformers' names of activations -> ours
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-}
+# What transformers calls the activations that are known, for errors
+_ACTIVATIONS = (
+    "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh", "silu",
+    "swish", "relu",
+)  # fmt: skip
 # Those of its classes that have no options.
 _CLASSES = {
     "NewGELUActivation": "gelu_tanh",
@@ -187,13 +195,6 @@ def is_known_leaf(kind: type) -> bool:
     return kind in _LEAVES or is_of(kind, "transformers.activations")
 
 
-def activation(name: object) -> str:
-    """Our name of a config's activation."""
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise Unsupported(f"the activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
 def activation_of(function: Any) -> str:
     """Our name of what a module calls as its activation."""
     kind = type(function)
@@ -209,7 +210,7 @@ def activation_of(function: Any) -> str:
         return _FUNCTIONS[function]
     raise Unsupported(
         f"the activation {function} is not supported; supported are those that transformers calls "
-        f"{', '.join(ACTIVATIONS)}, and torch's gelu, silu and relu"
+        f"{', '.join(_ACTIVATIONS)}, and torch's gelu, silu and relu"
     )
 
 

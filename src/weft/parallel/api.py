@@ -1,4 +1,4 @@
-"""`parallelize(model, mesh)`: which models the ranks of a mesh axis can share, and by what."""
+"""`parallelize(model, mesh)`: which models the ranks of a mesh axis can share, and by what; one rank needs no mesh."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from weft.models.modules import check_hooks
 from weft.models.spec import ModelSpec
 from weft.models.twin import become
 from weft.overlap.executor.context import context_of
+from weft.packed.api import pack
 from weft.packed.engine import AttentionDropout
 from weft.packed.registry import register_attention
 from weft.parallel.cut import cuts
@@ -39,13 +40,17 @@ def supported() -> list[str]:
 
 
 def parallelize(
-    model: ModelT, mesh: DeviceMesh, *, plan: dict[str, ParallelStyle] | None = None, overlap: str = "on"
+    model: ModelT, mesh: DeviceMesh | None = None, *, plan: dict[str, ParallelStyle] | None = None, overlap: str = "on"
 ) -> ModelT:
     """Shares a model among the ranks of a mesh with one axis, in place: same call, parameters become DTensors.
 
-    Takes Hugging Face's Llama, GPT-2 and BERT, with the usual heads. All ranks pass the same inputs, padded ids and
-    mask or a `PackedBatch`, and get the same outputs; padding is never computed. With labels, `logits` are a DTensor
-    that is sharded over the vocabulary. A model on the meta device stays there, in shards.
+    Takes Hugging Face's BERT, RoBERTa, DistilBERT, ModernBERT, GPT-2 and Llama, with the usual heads. All ranks pass
+    the same inputs, padded ids and mask or a `PackedBatch`, and get the same outputs; padding is never computed. With
+    labels, `logits` are a DTensor that is sharded over the vocabulary. A model on the meta device stays there, in
+    shards. As many ranks can share a model as it has query heads; key/value heads are repeated where they are fewer.
+
+    Without a mesh there is one rank, and no process group is needed: the result is the packed twin that `weft.pack`
+    returns, with the same call and plain parameters, which it shares with the model.
 
     `plan`, from names of modules (patterns are allowed) to styles such as `ColwiseOverlap`, is for any other module,
     as in torch's `parallelize_module`. `overlap="off"` computes first and communicates then, to see what overlap
@@ -53,18 +58,26 @@ def parallelize(
 
     Collective over the mesh. Rank 0's weights count.
 
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> size = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    >>> alone = parallelize(BertModel(BertConfig(vocab_size=99, **size)).eval())
+    >>> alone(torch.tensor([[5, 6, 7]])).last_hidden_state.shape
+    torch.Size([1, 3, 16])
+
+    On the ranks of a mesh:
+
         mesh = init_device_mesh("cpu", (4,))
         model = weft.parallelize(LlamaForCausalLM(config), mesh)
         model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh is a {type(mesh).__name__}, expected a DeviceMesh, such as init_device_mesh gives")
-    if mesh.ndim != 1:
-        axes = "" if mesh.mesh_dim_names is None else f", as in mesh[{mesh.mesh_dim_names[-1]!r}]"
-        raise ValueError(f"parallelize needs a mesh of one axis, got {mesh.ndim}; take one of them{axes}")
+    if mesh is not None:
+        _check_mesh(mesh)
     if overlap not in ("on", "off"):
         raise ValueError(f"overlap is {overlap!r}, expected 'on' or 'off'")
     if plan is not None:
+        if mesh is None:
+            raise ValueError("a plan of styles was given without a mesh, expected one: styles are for several ranks")
         return _by_plan(model, mesh, plan, overlap)
     family, name = family_of(model, _FAMILIES), type(model).__name__
     if family is None:
@@ -72,9 +85,22 @@ def parallelize(
             f"cannot parallelize a {type(model).__module__}.{name} without a plan; supported are "
             f"{', '.join(supported())}; for other modules give plan={{name: ColwiseOverlap(), ...}}"
         )
+    if mesh is None:
+        return pack(model)
     register_attention()
     _share(model, family, mesh, overlap)
     return model
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh is a {type(mesh).__name__}, expected a DeviceMesh, such as init_device_mesh gives, or none at all "
+            "for one rank"
+        )
+    if mesh.ndim != 1:
+        axes = "" if mesh.mesh_dim_names is None else f", as in mesh[{mesh.mesh_dim_names[-1]!r}]"
+        raise ValueError(f"parallelize needs a mesh of one axis, got {mesh.ndim}; take one of them{axes}")
 
 
 def _share(model: nn.Module, family: Family, mesh: DeviceMesh, overlap: str) -> None:

@@ -5,15 +5,18 @@
 
 A relative bias [buckets, heads] is cut by heads. Weights that are stored transposed have the other dim. Everything that is not named here is replicated.
 
-    5 key/value heads, 10 query heads, 2 ranks     kv 0-2 | 3-4     q 0-5 | 6-9
+    5 key/value heads, 10 query heads, 2 ranks     kv 0-2 | 3-4          q 0-5 | 6-9
+    2 key/value heads,  8 query heads, 3 ranks     kv 0 | 0-1 | 1        q 0-2 | 3-4 | 5-7
 
-A key/value head and the query heads that read it stay together. What a rank *stores* of a parameter is a shard of a
-DTensor; where heads do not divide, the two differ, and `rank_model.py` moves the rows between them.
+A rank has the key/value heads that its query heads read. Where there are more ranks than key/value heads, several ranks
+have the same one, each a copy of its own, and the gradients of these are added up. What a rank *stores* of a parameter
+is a shard of a DTensor; where that is not what it computes with, `rank_model.py` moves the rows between the two.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor
 
@@ -24,7 +27,10 @@ from weft.transformer.parts import IndexRun
 
 @dataclass(frozen=True)
 class Heads:
-    """A rank's heads: `queries` and `keys` (which are the values', too)."""
+    """A rank's heads: `queries`, and the `keys` that these read (which are the values', too).
+
+    As many queries read each of the keys, in their order, so that a rank's attention is one with fewer heads.
+    """
 
     queries: IndexRun
     keys: IndexRun
@@ -32,18 +38,67 @@ class Heads:
     @classmethod
     def of(cls, attention: Attention, rank: int, size: int) -> Heads:
         """Raises where a rank would have no head."""
-        if attention.kv_heads < size:
+        if attention.heads < size:
             raise ValueError(
-                f"{size} ranks cannot share {attention.kv_heads} key/value heads ({attention.heads} query heads): "
-                f"a rank would have none; use a mesh axis of at most {attention.kv_heads} ranks"
+                f"{size} ranks cannot share {attention.heads} query heads ({attention.kv_heads} key/value heads): "
+                f"a rank would have none; use a mesh axis of at most {attention.heads} ranks"
             )
-        keys = IndexRun.balanced(attention.kv_heads, rank, size)
-        return cls(keys.times(attention.heads // attention.kv_heads), keys)
+        return _shared_heads(attention.heads, attention.kv_heads, size)[rank]
+
+
+@cache
+def _shared_heads(heads: int, kv_heads: int, size: int) -> tuple[Heads, ...]:
+    """The heads of every rank: as few queries as can be on the rank that has most; of such cuts one with the fewest
+    copies of keys; and of these the most even.
+
+    >>> [(h.queries.count, h.keys.count) for h in _shared_heads(8, 2, 3)]
+    [(3, 1), (2, 2), (3, 1)]
+    """
+    group = heads // kv_heads
+    for most in range(-(-heads // size), heads + 1):
+        if (found := _best_cut(heads, group, size, most)) is not None:
+            return tuple(
+                Heads(IndexRun(first, end), IndexRun(first // group, -(-end // group))) for first, end in found
+            )
+    raise AssertionError(f"{size} ranks, {heads} heads")  # of which each may have a part of one key head's queries
+
+
+def _best_cut(heads: int, group: int, size: int, most: int) -> list[tuple[int, int]] | None:
+    """The best runs of query heads with at most `most` each; None where there are none."""
+    # by the head where a rank begins: the cost of all ranks from there on, and where the first of them ends
+    after: dict[int, tuple[tuple[int, int], int]] = {heads: ((0, 0), heads)}
+    way = []
+    for left in range(size - 1, -1, -1):
+        best: dict[int, tuple[tuple[int, int], int]] = {}
+        for first in range(heads) if left else (0,):
+            for end in range(min(first + most, heads), first, -1):  # of equal ones the first, with most heads in front
+                if end in after and (keys := _keys_read(first, end, group)):
+                    copies, squares = after[end][0]
+                    cost = (copies + keys, squares + (end - first) ** 2)
+                    if first not in best or cost < best[first][0]:
+                        best[first] = (cost, end)
+        way.append(after := best)
+    if 0 not in after:
+        return None
+    found, first = [], 0
+    for best in reversed(way):
+        found.append((first, best[first][1]))
+        first = best[first][1]
+    return found
+
+
+def _keys_read(first: int, end: int, group: int) -> int:
+    """How many key heads the queries `first` to `end` read; 0 where some are read by more of them than others."""
+    keys = -(-end // group) - first // group
+    before, behind = -first % group or group, end % group or group
+    even = keys == 1 or (before == behind and (keys == 2 or before == group))
+    return keys if even else 0
 
 
 @dataclass(frozen=True)
 class TensorCut:
-    """How a parameter is cut along `dim`: rank r computes with the runs `needed[r]`, one after the other.
+    """How a parameter is cut along `dim`: rank r computes with the runs `needed[r]`, one after the other. Every row is
+    in one of them at least.
 
     >>> TensorCut.chunks(0, 10, 4).is_aligned
     True
@@ -70,6 +125,11 @@ class TensorCut:
     def is_aligned(self) -> bool:
         """Whether every rank computes with what it stores."""
         return all(runs == (self.stored(r),) for r, runs in enumerate(self.needed))
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether several ranks compute with the same row: its gradient is the sum of theirs."""
+        return sum(map(self.count, range(self.size))) > self.total
 
     def count(self, rank: int) -> int:
         """How many rows a rank computes with."""
@@ -155,13 +215,14 @@ def _add_attention(found: Cuts, attention: Attention, size: int) -> None:
 
 
 def _add_mlp(found: Cuts, mlp: Mlp, size: int) -> None:
-    if mlp.gated and len(mlp.up.weights) == 1:
-        raise Unsupported("an MLP with gate and up in one weight is not supported; expected two weights")
-    width = mlp.up.weights[0].shape[1 if mlp.up.transposed else 0]
+    up = mlp.up
+    fused = mlp.gated and len(up.weights) == 1  # gate and up end to end in one tensor
+    width = up.weights[0].shape[1 if up.transposed else 0] // (2 if fused else 1)
     if IndexRun.of(width, size - 1, size).count == 0:
         raise ValueError(f"{size} ranks cannot share an MLP of width {width}: a rank would have nothing to compute")
     runs = TensorCut.chunks(0, width, size).needed
-    _add_outputs(found, mlp.up, [runs] * len(mlp.up.weights))
+    both = tuple((run, run.shifted(width)) for (run,) in runs)
+    _add_outputs(found, up, [both] if fused else [runs] * len(up.weights))
     _add_inputs(found, mlp.down, runs)
 
 

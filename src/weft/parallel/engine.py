@@ -33,6 +33,8 @@ from weft.transformer.parts import RankModel, Share
 from weft.transformer.passes import RankProgram
 from weft.transformer.training import TrainingCall, forward
 
+_GOLDEN = 0x9E3779B97F4A7C15  # far apart, whatever the salt
+
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
@@ -270,17 +272,22 @@ class ParallelEngine:
                 f"{asked} training={read.in_training} gradients={torch.is_grad_enabled()} split={share.split} "
                 f"model {read.outline}",
             )
-        model, noise = self.rank_model(split=share.split), self._noise(read)
+        model, noise = self.rank_model(split=share.split), self.noise()
         drops = self._dropout is AttentionDropout.MODEL
         call = TrainingCall(inputs, RankOps(model, share, noise), noise is not None, drops, extras)
         return RankStates(forward(model.transformer, call), share, model, group)
 
-    def _noise(self, read: _Reading) -> Noise | None:
+    def noise(self, salt: int = 0) -> Noise | None:
+        """Where dropout of a call draws from; None where nothing is dropped. Collective.
+
+        Stages of a pipeline, which may draw the same seed, drop different elements by a `salt` of their own.
+        """
+        read = self._read()
         if not (read.in_training and _drops(read.spec.transformer)):
             return None
         group = self.ranks.group
         seeds = gather(group, dropout_seed(), what="the seed of dropout")
-        return Noise.of(int(seeds[0]), group.rank())
+        return Noise.of((int(seeds[0]) + salt * _GOLDEN) % (1 << 63), group.rank())
 
 
 @contextmanager

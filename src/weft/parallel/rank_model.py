@@ -6,8 +6,8 @@ ranks do not divide or for a fused q, k, v, rows travel from the ranks that stor
     c_attn of 2 heads, 2 ranks        stored   q0 q1 k0 | k1 v0 v1
                                       needed   q0 k0 v0 | q1 k1 v1        q1, v0 move; k0, k1 shift
 
-All such tensors of a model travel in one message for each pair of ranks. Each row is stored once and needed once, so
-the gradient is the same move backwards.
+All such tensors of a model travel in one message for each pair of ranks. Each row is stored once, so the gradient is
+the same move backwards; of a row that several ranks computed with, theirs are added up in the order of ranks.
 """
 
 from __future__ import annotations
@@ -161,33 +161,35 @@ class _Realign(torch.autograd.Function):
 def _moved(
     tensors: Sequence[Tensor], cuts: Sequence[TensorCut], sizes: list[int], group: ProcessGroup, *, back: bool
 ) -> tuple[Tensor, ...]:
-    """Tensors of `sizes` along the dims of their cuts, filled with rows from everywhere."""
+    """Tensors of `sizes` along the dims of their cuts, filled with rows from everywhere; those that come `back` from
+    several ranks are sums, in float32 on the way."""
     rank, ranks = group.rank(), range(group.size())
-    results = [_resized(t, c.dim, s) for t, c, s in zip(tensors, cuts, sizes, strict=True)]
+    added = [back and cut.has_copies for cut in cuts]
+    results = [_resized(t, c.dim, s, sums=a) for t, c, s, a in zip(tensors, cuts, sizes, added, strict=True)]
     leaving: list[list[Tensor]] = [[] for _ in ranks]
-    coming: list[list[Tensor]] = [[] for _ in ranks]
-    for tensor, result, cut in zip(tensors, results, cuts, strict=True):
+    coming: list[list[tuple[Tensor, bool]]] = [[] for _ in ranks]
+    for tensor, result, cut, sums in zip(tensors, results, cuts, added, strict=True):
         for move in moves(cut):
             here, there = (move.target, move.source) if back else (move.source, move.target)
             begin, at = (move.at, move.start) if back else (move.start, move.at)
             if here == rank:
                 leaving[there].append(tensor.narrow(cut.dim, begin, move.count))
             if there == rank:
-                coming[here].append(result.narrow(cut.dim, at, move.count))
+                coming[here].append((result.narrow(cut.dim, at, move.count), sums))
     outgoing = [_flat(parts, tensors[0]) for parts in leaving]
-    incoming = [tensors[0].new_empty(sum(p.numel() for p in parts)) for parts in coming]
+    incoming = [tensors[0].new_empty(sum(p.numel() for p, _ in parts)) for parts in coming]
     what = f"realign {'gradients' if back else 'weights'} of {len(cuts)} tensors"
     exchange(group, outgoing, incoming, what=what)
-    for parts, data in zip(coming, incoming, strict=True):
-        for part, piece in zip(parts, torch.split(data, [p.numel() for p in parts]), strict=True):
-            part.copy_(piece.view(part.shape))
-    return tuple(results)
+    for parts, data in zip(coming, incoming, strict=True):  # in the order of ranks
+        for (part, sums), piece in zip(parts, torch.split(data, [p.numel() for p, _ in parts]), strict=True):
+            (part.add_ if sums else part.copy_)(piece.view(part.shape))
+    return tuple(result.to(t.dtype) for result, t in zip(results, tensors, strict=True))
 
 
-def _resized(like: Tensor, dim: int, size: int) -> Tensor:
+def _resized(like: Tensor, dim: int, size: int, *, sums: bool) -> Tensor:
     shape = list(like.shape)
     shape[dim] = size
-    return like.new_empty(shape)
+    return like.new_zeros(shape, dtype=torch.float32) if sums else like.new_empty(shape)
 
 
 def _flat(parts: list[Tensor], like: Tensor) -> Tensor:

@@ -49,20 +49,26 @@ class ModelStage(nn.Module):
         all_layers, mine = getattr(base, names.layers), nn.Module()
         run = layers_of(len(all_layers), index, count)
         setattr(self, names.base, mine)
-        if index == 0:
-            setattr(mine, names.embedding, getattr(base, names.embedding))
+        for name in (names.embedding, *names.first) if index == 0 else ():
+            setattr(mine, name, getattr(base, name))
         setattr(mine, names.layers, nn.ModuleDict({str(i): all_layers[i] for i in range(run.first, run.end)}))
         for name in names.everywhere:
             setattr(mine, name, getattr(base, name))
         if index == count - 1:
             setattr(mine, names.norm, getattr(base, names.norm))
             setattr(self, names.head, getattr(whole, names.head))
+        for module in (self, mine, getattr(mine, names.layers)):  # new ones, in the mode that the model is in
+            module.training = whole.training
         self._kind = type(whole)  # not the model: it holds the other stages
         self._engine: ParallelEngine | None = None
 
     def _init_weights(self, module: nn.Module) -> None:
         """For buffers that were made on the meta device, as Hugging Face's models have it."""
-        self._kind._init_weights(self, module)
+        kind: Any = self._kind
+        shell = kind.__new__(kind)  # their code may call super(), and asks for nothing but the config
+        nn.Module.__init__(shell)
+        shell.config = self.config
+        shell._init_weights(module)
 
     @property
     def is_first(self) -> bool:
@@ -77,7 +83,7 @@ class ModelStage(nn.Module):
         distribute(self, mesh, cuts(self._describe(), mesh.size()))
         ranks = Ranks(mesh, mesh.get_group())
         self._engine = ParallelEngine(
-            self, self._describe, AttentionDropout.OFF, ranks, called=lambda: [self], stack=lambda: self
+            self, self._describe, AttentionDropout.MODEL, ranks, called=lambda: [self], stack=lambda: self
         )
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor, next_ids: Tensor | None = None) -> Tensor:
@@ -96,13 +102,18 @@ class ModelStage(nn.Module):
         positions = positions_of(cu_seqlens, tokens)
         farthest = int(positions.max()) if tokens else 0
         self._check(x, share, farthest)
+        indices = self._indices(x, positions) if self.is_first else ()
         if next_ids is not None and next_ids.shape != (tokens,):
             raise ValueError(f"next_ids have shape {list(next_ids.shape)}, expected one for each of {tokens} tokens")
         given = (cu_seqlens, x) if self.is_first else (cu_seqlens,)
-        agree(group, f"stage {self.index} on {tokens} tokens, inputs {digest(*given)}, {torch.is_grad_enabled()}")
-        model = engine.rank_model(split=share.split)
-        ids = (checked_index(x, "input_ids", self.config.vocab_size),) if self.is_first else ()
-        call = TrainingCall(Inputs(cu_seqlens, tokens, ids, None, positions, farthest), RankOps(model, share))
+        agree(
+            group,
+            f"stage {self.index} on {tokens} tokens, inputs {digest(*given)} training={engine.in_training} "
+            f"gradients={torch.is_grad_enabled()}",
+        )
+        model, noise = engine.rank_model(split=share.split), engine.noise(salt=self.index)
+        inputs = Inputs(cu_seqlens, tokens, indices, None, positions, farthest)
+        call = TrainingCall(inputs, RankOps(model, share, noise), noise is not None, drops_attention=True)
         rows = embed(model.transformer.embedding, call) if self.is_first else x
         rows = layers(model.transformer, rows, call)
         if not self.is_last:
@@ -127,11 +138,23 @@ class ModelStage(nn.Module):
                 f"a sequence has {farthest + 1} tokens, the model has {self.config.max_position_embeddings} positions"
             )
 
+    def _indices(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """What is looked up in each table of the embedding."""
+        assert self._engine is not None
+        embedding = self._engine.model.embedding
+        assert embedding is not None
+        given = {"input_ids": ids, "position_ids": positions}
+        pairs = list(zip(embedding.names, embedding.tables, strict=True))
+        return tuple(checked_index(given[name], name, table.shape[0]) for name, table in pairs)
+
     def _describe(self) -> ModelSpec:
         names, base = self._names, getattr(self, self._names.base)
-        parts = {name: getattr(base, name, None) for name in (names.embedding, names.norm, *names.everywhere)}
-        parts[names.layers] = list(getattr(base, names.layers).values())
-        transformer = self._family.describe(SimpleNamespace(config=self.config, **parts))
+        parts = (names.embedding, *names.first, names.norm, *names.everywhere)
+        found = {name: getattr(base, name, None) for name in parts}
+        found[names.layers] = list(getattr(base, names.layers).values())
+        first = layers_of(self.config.num_hidden_layers, self.index, self.count).first
+        stage = SimpleNamespace(config=self.config, modules=base.modules, first_layer=first, **found)
+        transformer = self._family.describe(stage)
         read = self._family.heads[self._kind.__name__].vocabulary
         return ModelSpec(transformer, read(self) if read is not None and self.is_last else None)
 
@@ -160,13 +183,12 @@ def model_stage(model: Any, index: int, count: int, mesh: DeviceMesh) -> ModelSt
     family, name = family_of(model), type(model).__name__
     if family is None or name not in supported():
         raise ValueError(f"got a {name}, expected a {' or '.join(supported())} to cut into stages")
-    if count > 1 and model.config.tie_word_embeddings:
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if count > 1 and (model.config.tie_word_embeddings or words.weight is head.weight):
         raise ValueError(
             "the first and the last stage would share one tied embedding, expected a model with "
             "tie_word_embeddings=False, or one stage"
         )
-    if model.config.attention_dropout:
-        raise ValueError(f"attention_dropout is {model.config.attention_dropout}, expected 0.0 in stages")
     family.read(getattr(model, family.base_of(model)))  # refuses what a stage would not compute, while it is whole
     stage = ModelStage(model, family, index, count)
     stage.parallelize(mesh)

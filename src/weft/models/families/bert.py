@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.errors import Unsupported
 from weft.models.family import (
     Drops,
     Family,
-    Head,
-    HeadKind,
     Tokens,
-    activation,
     activation_of,
     encoder_heads,
     layer_norm,
     linear,
+    own_head,
     recomputes,
     require,
     table,
@@ -136,28 +134,53 @@ def roberta_positions(model: Any, batch: Tokens, padded_ids: Tensor | None) -> T
     return positions
 
 
-def masked_head(model: Any) -> VocabularyHead:
+def bert_masked_head(model: Any) -> VocabularyHead:
     """Of a `BertForMaskedLM`."""
-    predictions = model.cls.predictions
+    predictions = own_head(model, model.cls).predictions
     t = predictions.transform
-    transform = HeadTransform(linear(t.dense), activation(model.config.hidden_act), layer_norm(t.LayerNorm))
+    transform = HeadTransform(linear(t.dense), activation_of(t.transform_act_fn), layer_norm(t.LayerNorm))
     return VocabularyHead(linear(predictions.decoder), transform)
+
+
+def roberta_masked_head(model: Any) -> VocabularyHead:
+    """Of a `RobertaForMaskedLM`, whose activation is always gelu."""
+    head = own_head(model, model.lm_head)
+    return VocabularyHead(
+        linear(head.decoder), HeadTransform(linear(head.dense), "gelu", layer_norm(head.layer_norm))
+    )  # fmt: skip
+
+
+def distilbert_masked_head(model: Any) -> VocabularyHead:
+    """Of a `DistilBertForMaskedLM`."""
+    loss, plain = model.mlm_loss_fct, nn.CrossEntropyLoss()
+    options = ("weight", "ignore_index", "reduction", "label_smoothing")
+    if type(loss) is not type(plain) or any(getattr(loss, name) != getattr(plain, name) for name in options):
+        raise Unsupported(f"mlm_loss_fct is {loss} with options of its own, expected a plain CrossEntropyLoss()")
+    transform = HeadTransform(
+        linear(model.vocab_transform), activation_of(model.activation), layer_norm(model.vocab_layer_norm)
+    )
+    return VocabularyHead(linear(model.vocab_projector), transform)
 
 
 _POOLED = "BaseModelOutputWithPoolingAndCrossAttentions"
 
 BERT = Family(
-    "BertModel", describe_bert, _POOLED,
-    {**encoder_heads("Bert"), "BertForMaskedLM": Head(HeadKind.TOKENS, masked_head)},
-    buffered_positions, buffered_types, on_ranks=True,
+    "BertModel", describe_bert, _POOLED, encoder_heads("Bert", bert_masked_head), buffered_positions, buffered_types,
+    on_ranks=True,
 )  # fmt: skip
-ROBERTA = Family("RobertaModel", describe_bert, _POOLED, encoder_heads("Roberta"), roberta_positions, buffered_types)
+ROBERTA = Family(
+    "RobertaModel", describe_bert, _POOLED, encoder_heads("Roberta", roberta_masked_head), roberta_positions,
+    buffered_types, on_ranks=True,
+)  # fmt: skip
 XLM_ROBERTA = Family(
-    "XLMRobertaModel", describe_bert, _POOLED, encoder_heads("XLMRoberta"), roberta_positions, buffered_types
-)
+    "XLMRobertaModel", describe_bert, _POOLED, encoder_heads("XLMRoberta", roberta_masked_head), roberta_positions,
+    buffered_types, on_ranks=True,
+)  # fmt: skip
 CAMEMBERT = Family(
-    "CamembertModel", describe_bert, _POOLED, encoder_heads("Camembert"), roberta_positions, buffered_types
-)
+    "CamembertModel", describe_bert, _POOLED, encoder_heads("Camembert", roberta_masked_head), roberta_positions,
+    buffered_types, on_ranks=True,
+)  # fmt: skip
 DISTILBERT = Family(
-    "DistilBertModel", describe_distilbert, "BaseModelOutput", encoder_heads("DistilBert"), buffered_positions
-)
+    "DistilBertModel", describe_distilbert, "BaseModelOutput", encoder_heads("DistilBert", distilbert_masked_head),
+    buffered_positions, on_ranks=True,
+)  # fmt: skip

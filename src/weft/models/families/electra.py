@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.models.families.bert import buffered_positions, buffered_types, describe_bert
-from weft.models.family import Family, activation_of, encoder_heads, layer_norm, linear
+from weft.models.family import Family, activation_of, encoder_heads, layer_norm, linear, own_head
 from weft.models.spec import HeadTransform, Transformer, VocabularyHead
 
 
@@ -19,14 +19,14 @@ def describe_electra(model: Any) -> Transformer:
     return replace(described, embedding=replace(described.embedding, projection=linear(model.embeddings_project)))
 
 
-def masked_head(model: Any) -> VocabularyHead:
-    """Of an `ElectraForMaskedLM`."""
-    p = model.generator_predictions
+def electra_masked_head(model: Any) -> VocabularyHead:
+    """Of an `ElectraForMaskedLM`, whose words are compared in the width of the embeddings."""
+    p = own_head(model, model.generator_predictions)
     transform = HeadTransform(linear(p.dense), activation_of(p.activation), layer_norm(p.LayerNorm))
     return VocabularyHead(linear(model.generator_lm_head), transform)
 
 
 ELECTRA = Family(
-    "ElectraModel", describe_electra, "BaseModelOutputWithPastAndCrossAttentions", encoder_heads("Electra"),
-    buffered_positions, buffered_types,
+    "ElectraModel", describe_electra, "BaseModelOutputWithPastAndCrossAttentions",
+    encoder_heads("Electra", electra_masked_head), buffered_positions, buffered_types, on_ranks=True,
 )  # fmt: skip

@@ -9,7 +9,6 @@ from typing import Any
 from weft.errors import Unsupported
 from weft.models.families.llama import (
     STAGES,
-    drops_of,
     gated_mlp,
     heads_of,
     layers_of,
@@ -48,7 +47,7 @@ def describe_gemma3(model: Any) -> Transformer:
     """A `Gemma3TextModel`; or a stage of one, whose `embed_tokens` or `norm` is None."""
     config, rope = model.config, model.rotary_emb
     parts, first = layers_of(model)
-    drops, layers = drops_of(model, parts), []
+    drops, layers = Drops(model.modules()), []
     rotaries: dict[str, Rotary] = {}
     for number, layer in enumerate(parts, first):
         kind = config.layer_types[number]

@@ -8,6 +8,7 @@ from weft.errors import Unsupported
 from weft.models.family import (
     Drops,
     Family,
+    StageNames,
     activation_of,
     check_causal,
     decoder_heads,
@@ -21,15 +22,21 @@ from weft.models.spec import Attention, Embedding, Layer, Mlp, NormOrder, Projec
 
 
 def describe_gpt2(model: Any) -> Transformer:
-    """A `GPT2Model`."""
+    """A `GPT2Model`; or a stage of one, whose `wte` or `ln_f` is None."""
     require(model.config, {"add_cross_attention": [False]})
-    drops, words, places = Drops(model.modules()), table(model.wte), table(model.wpe)
-    embedding = Embedding(
-        (words[0], places[0]), ("input_ids", "position_ids"), None, drops.of(model.drop), words[1], (places[1],)
-    )
+    drops = Drops(model.modules())
+    embedding = None if model.wte is None else _embedding(model, drops)
     for block in model.h:
         check_causal(model.config, block.attn)
-    return Transformer(embedding, tuple(_layer(block, drops) for block in model.h), layer_norm(model.ln_f))
+    last = None if model.ln_f is None else layer_norm(model.ln_f)
+    return Transformer(embedding, tuple(_layer(block, drops) for block in model.h), last)
+
+
+def _embedding(model: Any, drops: Drops) -> Embedding:
+    words, places = table(model.wte), table(model.wpe)
+    return Embedding(
+        (words[0], places[0]), ("input_ids", "position_ids"), None, drops.of(model.drop), words[1], (places[1],)
+    )
 
 
 def _layer(block: Any, drops: Drops) -> Layer:
@@ -59,4 +66,5 @@ def _conv1d(module: Any) -> Projection:
 GPT2 = Family(
     "GPT2Model", describe_gpt2, "BaseModelOutputWithPastAndCrossAttentions", decoder_heads("GPT2", "LMHeadModel"),
     has_cache=True, on_ranks=True,
+    stages=StageNames("transformer", "wte", "h", "ln_f", "lm_head", first=("wpe", "drop")),
 )  # fmt: skip

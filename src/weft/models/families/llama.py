@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from weft.errors import Unsupported
 from weft.models.family import (
     Drops,
@@ -46,7 +44,7 @@ def describe_kin(
     rotary = Rotary(rope.inv_freq, rope.attention_scaling)
     parts, first = layers_of(model)
     ahead = is_ahead(model.config, parts) if looks_ahead is None else looks_ahead
-    drops = drops_of(model, parts)
+    drops = Drops(model.modules())
     layers = tuple(
         _layer(layer, rotary, drops, norms, limits(window(model.config, first + i), ahead=ahead), has_head_norms)
         for i, layer in enumerate(parts)
@@ -58,12 +56,6 @@ def describe_kin(
 def layers_of(model: Any) -> tuple[list[Any], int]:
     """The layers of a decoder, as many as it counts itself, or those of a stage; and the number of the first."""
     return list(model.layers)[: model.config.num_hidden_layers], getattr(model, "first_layer", 0)
-
-
-def drops_of(model: Any, layers: list[Any]) -> Drops:
-    """For a whole model, or for a stage, which is no module."""
-    whole = [model] if isinstance(model, nn.Module) else layers
-    return Drops(module for part in whole for module in part.modules())
 
 
 def is_ahead(config: Any, layers: list[Any]) -> bool:

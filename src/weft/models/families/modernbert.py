@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from weft.errors import Unsupported
 from weft.models.family import (
     Drops,
     Family,
@@ -14,10 +15,21 @@ from weft.models.family import (
     encoder_heads,
     layer_norm,
     linear,
+    own_head,
     recomputes,
     table,
 )
-from weft.models.spec import Attention, Embedding, Layer, Mlp, NormOrder, Rotary, Transformer
+from weft.models.spec import (
+    Attention,
+    Embedding,
+    HeadTransform,
+    Layer,
+    Mlp,
+    NormOrder,
+    Rotary,
+    Transformer,
+    VocabularyHead,
+)
 
 
 def describe_modernbert(model: Any) -> Transformer:
@@ -53,4 +65,16 @@ def _layer(config: Any, layer: Any, rotary: Rotary, drops: Drops) -> Layer:
     )  # fmt: skip
 
 
-MODERNBERT = Family("ModernBertModel", describe_modernbert, "BaseModelOutput", encoder_heads("ModernBert"))
+def modernbert_masked_head(model: Any) -> VocabularyHead:
+    """Of a `ModernBertForMaskedLM`."""
+    if model.sparse_prediction:
+        raise Unsupported("config.sparse_prediction = True is not supported; expected False")
+    head = own_head(model, model.head)
+    transform = HeadTransform(linear(head.dense), activation_of(head.act), layer_norm(head.norm))
+    return VocabularyHead(linear(model.decoder), transform)
+
+
+MODERNBERT = Family(
+    "ModernBertModel", describe_modernbert, "BaseModelOutput", encoder_heads("ModernBert", modernbert_masked_head),
+    on_ranks=True,
+)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.models.families.bert import roberta_positions
+from weft.models.families.bert import roberta_masked_head, roberta_positions
 from weft.models.family import (
     Drops,
     Family,
@@ -54,5 +54,6 @@ def _layer(layer: Any, bias: RelativeBias, drops: Drops) -> Layer:
 
 
 MPNET = Family(
-    "MPNetModel", describe_mpnet, "BaseModelOutputWithPooling", encoder_heads("MPNet"), roberta_positions,
+    "MPNetModel", describe_mpnet, "BaseModelOutputWithPooling", encoder_heads("MPNet", roberta_masked_head),
+    roberta_positions, on_ranks=True,
 )  # fmt: skip

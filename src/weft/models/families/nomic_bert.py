@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.models.families.llama import drops_of, gated_mlp, heads_of, layers_of
+from weft.models.families.llama import gated_mlp, heads_of, layers_of
 from weft.models.family import (
     Drops,
     Family,
-    Head,
-    HeadKind,
     activation_of,
     check_rope,
     encoder_heads,
     layer_norm,
     linear,
+    own_head,
     recomputes,
     table,
 )
@@ -36,7 +35,7 @@ def describe_nomic_bert(model: Any) -> Transformer:
     check_rope(rope.rope_type)
     rotary = Rotary(rope.inv_freq, rope.attention_scaling)
     parts, _ = layers_of(model)
-    drops = drops_of(model, parts)
+    drops = Drops(model.modules())
     words, types = table(e.word_embeddings), table(e.token_type_embeddings)
     embedding = Embedding(
         (words[0], types[0]), ("input_ids", "token_type_ids"), layer_norm(e.LayerNorm), drops.of(e.dropout), words[1],
@@ -63,17 +62,15 @@ def _layer(layer: Any, rotary: Rotary, drops: Drops) -> Layer:
     )  # fmt: skip
 
 
-def masked_head(model: Any) -> VocabularyHead:
+def nomic_bert_masked_head(model: Any) -> VocabularyHead:
     """Of a `NomicBertForMaskedLM`."""
-    predictions = model.cls.predictions
+    predictions = own_head(model, model.cls).predictions
     t = predictions.transform
     transform = HeadTransform(linear(t.dense), activation_of(t.transform_act_fn), layer_norm(t.layer_norm))
     return VocabularyHead(linear(predictions.decoder), transform)
 
 
-_HEADS = {k: v for k, v in encoder_heads("NomicBert").items() if not k.endswith("QuestionAnswering")}
-
 NOMIC_BERT = Family(
     "NomicBertModel", describe_nomic_bert, "BaseModelOutputWithPooling",
-    {**_HEADS, "NomicBertForMaskedLM": Head(HeadKind.TOKENS, masked_head)}, on_ranks=True,
+    encoder_heads("NomicBert", nomic_bert_masked_head, answers=False), on_ranks=True,
 )  # fmt: skip
