@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from weft.transformer.call import digest
 from weft.transformer.passes import RankProgram
 from weft.transformer.requests import (
     Completion,
-    Limits,
+    ModelLimits,
     RequestState,
     check_number,
     check_numbers,
@@ -114,16 +115,18 @@ class ProgramSource:
         return getattr(self._model, "generation_config", None)
 
     @contextmanager
-    def held(self) -> Iterator[Limits]:
+    def held(self) -> Iterator[ModelLimits]:
         """What the model takes, while nobody else calls it who may not."""
         model = self._model
         if isinstance(model, RankProgram):
             embedding = model.transformer.embedding
             positions = None if embedding is None or len(embedding.tables) < 2 else embedding.tables[1].shape[0]
-            yield Limits(model.model.words.total, positions or torch.iinfo(torch.int32).max, None, model.model.size)
+            yield ModelLimits(
+                model.model.words.total, positions or torch.iinfo(torch.int32).max, None, model.model.size
+            )
             return
         with model.weft_alone() as engine:
-            yield Limits(engine.vocabulary, int(model.config.max_position_embeddings), self.config, engine.size)
+            yield ModelLimits(engine.vocabulary, int(model.config.max_position_embeddings), self.config, engine.size)
 
     def program(self, asked: str) -> RankProgram:
         """Fresh; while it is held. Collective; `asked` is the same on all ranks, or they raise `PeerMismatch`."""
@@ -134,8 +137,8 @@ class ProgramSource:
         """Raises where the weights lie in memory for one call only."""
         if any(base.__name__ == "FSDPModule" for base in type(self._model).__mro__):
             raise Unsupported(
-                "weft.Generator does not take a model that was given to fully_shard, whose weights are gathered anew for "
-                "each step; call weft.generate, which gathers them once"
+                "weft.Generator does not take a model that was given to fully_shard, whose weights would be gathered "
+                "for each step; call weft.generate, which gathers them once"
             )
 
 
@@ -143,8 +146,8 @@ class Generator:
     """Requests that come and go: each gets the tokens that it would get alone, bit by bit, whatever else runs.
 
     model:           what `weft.pack` or `weft.parallelize` made of a Hugging Face decoder, or a `RankProgram`
-    tokenizer:       for stop strings and texts: what has `decode(tokens, skip_special_tokens=...)`, as the tokenizers of
-                     Hugging Face, or a function from a list of tokens to text
+    tokenizer:       for stop strings and texts: one of Hugging Face's, with `decode(tokens, skip_special_tokens=True)`,
+                     or a function from a list of tokens to text
     slots:           so many requests run at once; others wait
     prefill_tokens:  so many tokens of prompts are taken in by a step, beside one token of each request that decodes
 
@@ -352,12 +355,11 @@ class TokenStream:
         self._state, self._generator = state, generator
 
     def __iter__(self) -> Iterator[int]:
-        state, at = self._state, 0
-        while True:
-            self._generator.until(lambda: len(state.made) > at or state.is_done)
+        state = self._state
+        for at in count():
+            self._generator.until(lambda at=at: len(state.made) > at or state.is_done)  # type: ignore[misc]
             if at < len(state.made):
                 yield state.made[at]
-                at += 1
             elif state.error is not None:
                 raise state.error
             else:

@@ -41,7 +41,7 @@ class TextRequest:
 
     prompt: Tensor
     most: int
-    choice: TokenChoice = TokenChoice()
+    choice: TokenChoice
     seed: int = 0
     number: int = 0
     stops: tuple[str | tuple[int, ...], ...] = ()
@@ -187,7 +187,7 @@ def _generator(seed: int, number: int) -> torch.Generator:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ModelLimits:
     """What a model takes: tokens below `words`, sequences of up to `length`; its own generation config; its ranks."""
 
     words: int
@@ -197,7 +197,7 @@ class Limits:
 
 
 def request_of(
-    limits: Limits,
+    limits: ModelLimits,
     prompt: Any,
     *,
     name: str = "the prompt",
@@ -215,8 +215,8 @@ def request_of(
     frequency_penalty: float = 0.0,
     logits_processor: Any = None,
 ) -> TextRequest:
-    """What a caller asks for; the model's generation config counts where the caller says nothing. Raises for what cannot
-    be followed."""
+    """What a caller asks for. Where that says nothing, the model's generation config counts. Raises for what is wrong,
+    or cannot be followed."""
     check_numbers(max_new_tokens, seed, temperature, top_k, top_p)
     sampling = sampling_of(limits.config, temperature, top_k, top_p)
     rules = Rules.of(limits.config, drawn=temperature is None and sampling.temperature > 0.0)
@@ -324,7 +324,7 @@ def _as_tensor(name: str, tokens: Sequence[Any]) -> Tensor:
         raise ValueError(f"{name} is {tokens!r:.60}, expected a list of token numbers") from error
 
 
-def _checked(name: str, prompt: Any, limits: Limits, most: int) -> Tensor:
+def _checked(name: str, prompt: Any, limits: ModelLimits, most: int) -> Tensor:
     if not isinstance(prompt, Tensor) and (isinstance(prompt, (str, bytes)) or not isinstance(prompt, Iterable)):
         raise ValueError(f"{name} is {prompt!r:.60}, expected token numbers: a list or tensor of them for each prompt")
     tokens = prompt if isinstance(prompt, Tensor) else _as_tensor(name, list(prompt))

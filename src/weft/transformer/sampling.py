@@ -1,5 +1,5 @@
-"""How a token is chosen from logits whose columns the ranks share: what is done to the logits first (a model's generation
-config, penalties, processors of the caller's), the draw, and log-probabilities.
+"""How a token is chosen from logits whose columns the ranks share: what is done to the logits before (a model's
+generation config, penalties, processors of the caller's), the draw, and log-probabilities.
 
 Only candidates travel: of greedy choice one of each rank and sequence, of `top_k` as many as that. All ranks get all
 candidates and draw by the same random numbers, so that all choose the same tokens, without a message about it.
