@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from parallel_cases import WORDS, both, build, checks, mesh
 from test_parallel_inference import prompts, same_everywhere
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import weft
@@ -114,8 +115,9 @@ def changes(size: int) -> None:
         begun.result()
     assert waiting.result() == alone(shared, [9, 8], max_new_tokens=6, eos=())
     same_everywhere(waiting.tokens)
-    sharded = weft.parallelize(build("Llama").eval(), mesh())
-    fully_shard(sharded, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)) if size == 1 else mesh())
+    grid = init_device_mesh("cpu", (size, 1), mesh_dim_names=("data", "tp"))
+    sharded = weft.parallelize(build("Llama").eval(), grid["tp"])
+    fully_shard(sharded, mesh=grid["data"])
     with pytest.raises(Unsupported, match="does not take a model that was given to fully_shard"):
         weft.Generator(sharded)
     with pytest.raises(ValueError, match="BertForMaskedLM is no decoder"):
