@@ -15,7 +15,7 @@ from weft.errors import Unsupported
 from weft.kernels.dispatch import is_plain, kernels_for
 from weft.kernels.freshness import Stamp
 from weft.models.modules import Watch, check_global_hooks, check_hooks
-from weft.models.spec import Projection, Transformer, VocabularyHead, check_model, tensors
+from weft.models.spec import Transformer, VocabularyHead, check_model, tensors
 from weft.transformer.call import NO_EXTRAS, Extras, Inputs, check_vector_type
 from weft.transformer.parts import RankModel
 from weft.transformer.passes import RankProgram
@@ -136,7 +136,7 @@ class _HeadReading:
     """What was read of a language head; `program` is that of the stack `below`, with this head."""
 
     watch: Watch
-    head: Projection
+    head: VocabularyHead
     leaves: list[Tensor]
     stamp: Stamp | None = None
     below: RankProgram | None = None
@@ -158,7 +158,7 @@ class DecoderEngine:
     def vocabulary(self) -> int:
         """How many words the head tells apart."""
         with self._lock:
-            return self._now().head.size[0]
+            return self._now().head.projection.size[0]
 
     def program(self) -> RankProgram:
         """What `weft.generate` runs on."""
@@ -188,7 +188,7 @@ class DecoderEngine:
                     f"the embedding has {embedding.tables[0].shape[0]} words and the head {words}, expected as many of "
                     "each"
                 )
-            self._read = _HeadReading(watch, described.projection, list(tensors(described)))
+            self._read = _HeadReading(watch, described, list(tensors(described)))
         return self._read
 
 

@@ -126,7 +126,8 @@ class ProgramSource:
             )
             return
         with model.weft_alone() as engine:
-            yield ModelLimits(engine.vocabulary, int(model.config.max_position_embeddings), self.config, engine.size)
+            limit = getattr(model.config, "max_position_embeddings", None) or torch.iinfo(torch.int32).max
+            yield ModelLimits(engine.vocabulary, int(limit), self.config, engine.size)
 
     def program(self, asked: str) -> RankProgram:
         """Fresh; while it is held. Collective; `asked` is the same on all ranks, or they raise `PeerMismatch`."""
@@ -173,7 +174,7 @@ class Generator:
         self._source.check_stays()
         with self._source.held() as limits:
             self._limits = limits
-        self.decode = None if tokenizer is None else decode_of(tokenizer)
+        self._decode = None if tokenizer is None else decode_of(tokenizer)
         self._batch = RequestBatch(slots=slots, prefill=prefill_tokens)
         self._program: Callable[[], RankProgram | None] = lambda: None  # of the last step; a weak reference
         self._turn = threading.RLock()  # one step at a time
@@ -216,7 +217,7 @@ class Generator:
             repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty, logits_processor=logits_processor,
         )  # fmt: skip
-        if self.decode is None and any(isinstance(item, str) for item in request.stops):
+        if self._decode is None and any(isinstance(item, str) for item in request.stops):
             raise ValueError(
                 "stop has texts, but the generator has no tokenizer; give it one: Generator(tokenizer=...)"
             )
@@ -264,7 +265,7 @@ class Generator:
                     batch.begin(plan, program)
                 chosen = batch.run(plan, program)
                 with self._changed:
-                    batch.finish(plan, chosen, self.decode)
+                    batch.finish(plan, chosen, self._decode)
                     self._changed.notify_all()
                     return bool(batch.states)
             except BaseException as error:
@@ -279,7 +280,7 @@ class Generator:
             self._changed.notify_all()
             return were
 
-    def until(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
+    def _until(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
         """Returns when `ready`; makes the steps that it takes, unless a thread does."""
         end = None if timeout is None else time.monotonic() + timeout
         while not ready():
@@ -297,7 +298,7 @@ class Generator:
                 if not ready():
                     self._changed.wait(_PATIENCE if left is None else min(left, _PATIENCE))
 
-    def cancel(self, state: RequestState) -> None:
+    def _cancel(self, state: RequestState) -> None:
         """Ends a request as it is; it leaves before the next step."""
         with self._changed:
             if not state.is_done:
@@ -324,7 +325,7 @@ class Generator:
         """Waits for what is under way; after an error, cancels it."""
         with self._changed:
             for state in self._batch.states if kind is not None else ():
-                self.cancel(state)
+                self._cancel(state)
             thread, self._is_leaving = self._thread, True
             self._changed.notify_all()
         assert thread is not None
@@ -357,7 +358,7 @@ class TokenStream:
     def __iter__(self) -> Iterator[int]:
         state = self._state
         for at in count():
-            self._generator.until(lambda at=at: len(state.made) > at or state.is_done)  # type: ignore[misc]
+            self._generator._until(lambda at=at: len(state.made) > at or state.is_done)  # type: ignore[misc]
             if at < len(state.made):
                 yield state.made[at]
             elif state.error is not None:
@@ -378,12 +379,12 @@ class TokenStream:
     def result(self, timeout: float | None = None) -> Completion:
         """What became of the request, when that is known. Raises what ended it otherwise; `TimeoutError` after
         `timeout` seconds, and then the request goes on."""
-        self._generator.until(lambda: self._state.is_done, timeout)
-        return self._state.result(self._generator.decode)
+        self._generator._until(lambda: self._state.is_done, timeout)
+        return self._state.result(self._generator._decode)
 
     def cancel(self) -> None:
         """Ends it as it is, if it is not over; other requests go on."""
-        self._generator.cancel(self._state)
+        self._generator._cancel(self._state)
 
     def __repr__(self) -> str:
         state = self._state

@@ -234,12 +234,13 @@ class RankCache:
             now if wanted <= now else max(wanted, int(now * _CACHE_GROWTH))
             for wanted, now in ((slots, self.slots), (tokens, self.capacity))
         ]
-        used = int(self.lengths.max())
+        used = [(slot, length) for slot, length in enumerate(self.lengths.tolist()) if length]
         self.lengths = torch.cat([self.lengths, self.lengths.new_zeros(grown[0] - self.slots)])
         for stored in (self.keys, self.values):
             for i, old in enumerate(stored):
                 stored[i] = self._room(*grown)
-                stored[i][: old.shape[0], :, :used] = old[:, :, :used]
+                for slot, length in used:  # memory that holds nothing is not touched, and so not taken
+                    stored[i][slot, :, :length] = old[slot, :, :length]
 
     def select(self, slots: Tensor) -> None:
         """Slot i becomes a copy of what slot slots[i] is now: for beams, which are copied and dropped."""
