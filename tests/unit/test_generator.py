@@ -152,6 +152,14 @@ def test_what_generate_and_a_generator_refuse() -> None:
     model = weft.pack(plain)
     with pytest.raises(ValueError, match="got a LlamaForCausalLM, expected a decoder"):  # packed in name only
         weft.generate(type(model)(model.config), [[1]], max_new_tokens=1)
+    plain.model.norm = copy.deepcopy(plain.model.norm)  # which the packed one does not see
+    with pytest.raises(Unsupported, match="LlamaModel that was packed have been replaced since"):
+        weft.generate(model, [[1]], max_new_tokens=1)
+    model = weft.pack(plain)
+    model.model.register_forward_hook(lambda *a: None)  # runs in a call, but not here
+    with pytest.raises(Unsupported, match=r"LlamaForCausalLM\.model has a hook"):
+        weft.generate(model, [[1]], max_new_tokens=1)
+    model.model._forward_hooks.clear()
     plain.lm_head.register_forward_hook(lambda *a: None)
     with pytest.raises(Unsupported, match="lm_head has a hook"):
         weft.generate(model, [[1]], max_new_tokens=1)

@@ -306,6 +306,7 @@ class PackedDecoder(PackedHead):
 
         def stack() -> tuple[nn.Module, PackedEngine]:
             base: Any = base_of(module, PackedBase, "not packed; pack the whole model again")
+            base.weft_check()
             return base, base.weft_engine()
 
         return self.weft_kept("_weft_engine", lambda: DecoderEngine(module, self._weft_vocabulary, stack))
