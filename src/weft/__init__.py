@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from weft.reshard import plan_reshard, reshard_state_dict
     from weft.timeline import Timeline
     from weft.timeline.record import trace
-    from weft.transformer.generation import generate
+    from weft.transformer.generation import Generator, generate
 
 __version__ = version("weft")
 
@@ -58,7 +58,7 @@ _HOME = {
     ),
     "weft.packed": ("PackedBatch", "flash_attn_varlen_func", "pack", "packed_attention", "register_attention"),
     "weft.parallel": ("load_sharded", "parallelize"),
-    "weft.transformer.generation": ("generate",),
+    "weft.transformer.generation": ("Generator", "generate"),
     "weft.pipeline": ("Pipeline", "schedule"),
     "weft.reshard": ("plan_reshard", "reshard_state_dict"),
     "weft.timeline": ("Timeline",),
@@ -70,6 +70,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
     "ColwiseOverlap",
     "DeclaredCluster",
+    "Generator",
     "Layout",
     "Mesh",
     "PackedBatch",

@@ -40,6 +40,10 @@ class PeerMismatch(WeftError):
     """Ranks were about to do different things; the message names both sides. No byte has moved."""
 
 
+class ModelChanged(WeftError):
+    """The model has changed while a request was under way, whose tokens so far are those of the old one; ask again."""
+
+
 class WindowUnavailable(WeftError):
     """Ranks of one host cannot share memory; the message names the rank, the reason and the remedy."""
 

@@ -11,7 +11,7 @@ from harness import run_ranks
 from parallel_cases import build, mesh
 
 import weft
-from weft.transformer.generation import _KNOWN, _NEUTRAL, _OF_DRAWS, Rules, _sampling
+from weft.transformer.sampling import _KNOWN, _NEUTRAL, _OF_DRAWS, Rules, sampling_of
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], [11, 12, 13, 14, 15, 16, 17]]
 NEW = 12
@@ -132,4 +132,4 @@ def test_every_setting_of_transformers_is_known_or_refused() -> None:
     with pytest.raises(ValueError, match="sets future=False"):
         Rules.of(odd, drawn=False)
     assert Rules.of(transformers.GenerationConfig(), drawn=True) == Rules() == Rules.of(None, drawn=True)
-    assert _sampling(transformers.GenerationConfig(), None, 5, None).temperature == 0.0
+    assert sampling_of(transformers.GenerationConfig(), None, 5, None).temperature == 0.0

@@ -17,7 +17,8 @@ from weft.models.families.llama import describe_llama
 from weft.models.family import linear
 from weft.packed import PackedBatch
 from weft.transformer import network as network_module
-from weft.transformer.generation import generate, inputs_of
+from weft.transformer.call import inputs_of
+from weft.transformer.generation import generate
 from weft.transformer.passes import RankProgram
 
 LENGTHS = [1, 7, 30, 12]
@@ -100,7 +101,9 @@ def logits_of(program: RankProgram, tokens: list[list[int]], pieces: int = 1) ->
         some = [i for i, t in enumerate(new) if t]
         lengths, slots = torch.tensor([len(new[i]) for i in some]), torch.tensor(some)
         flat = torch.tensor([token for i in some for token in new[i]])
-        hidden = program.run(inputs_of(flat, lengths, cache.lengths[slots], program), cache=cache, slots=slots)
+        hidden = program.run(
+            inputs_of(flat, lengths, cache.lengths[slots], program.transformer), cache=cache, slots=slots
+        )
         for i, rows in zip(some, program.logits(hidden).split(lengths.tolist()), strict=True):
             made[i].append(rows)
     return [torch.cat(rows) for rows in made]
@@ -119,7 +122,7 @@ def same_bits(size: int) -> None:
     batch_ = PackedBatch.from_list([torch.tensor(t) for t in tokens])
     rows = torch.tensor([0, 39, 41, 42, 100, 116])
     for used in (program, network):
-        inputs = inputs_of(batch_.values, batch_.lengths, torch.zeros(5, dtype=torch.int64), used)
+        inputs = inputs_of(batch_.values, batch_.lengths, torch.zeros(5, dtype=torch.int64), used.transformer)
         assert torch.equal(used.logits(used.run(inputs, rows=rows)), torch.cat(wanted)[rows])
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from weft.transformer.generation import Sampling, choose
+from weft.transformer.sampling import Sampling, choose
 
 LOGITS = torch.tensor([2.0, 0.5, 2.0, -1.0, 1.0, float("-inf"), 0.0])
 

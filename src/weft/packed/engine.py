@@ -11,16 +11,18 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from weft.errors import Unsupported
 from weft.kernels.dispatch import is_plain, kernels_for
 from weft.kernels.freshness import Stamp
-from weft.models.modules import Watch, check_global_hooks
-from weft.models.spec import Transformer, check_model, tensors
+from weft.models.modules import Watch, check_global_hooks, check_hooks
+from weft.models.spec import Transformer, VocabularyHead, check_model, tensors
 from weft.transformer.call import NO_EXTRAS, Extras, Inputs, check_vector_type
 from weft.transformer.parts import RankModel
 from weft.transformer.passes import RankProgram
 from weft.transformer.training import OneProcess, TrainingCall, forward
 
 Describe = Callable[[nn.Module], Transformer]
+DescribeHead = Callable[[nn.Module], VocabularyHead]
 
 
 class Engine(Protocol):
@@ -103,6 +105,10 @@ class PackedEngine:
             return forward(read.model, call)
         return self._program(read).run(inputs, extras=extras)
 
+    def program(self) -> RankProgram:
+        """What inference runs on, whatever mode the modules are in."""
+        return self._program(self._now())
+
     def _program(self, read: _Reading) -> RankProgram:
         with self._lock:
             if read.program is None or read.stamp is None or not read.stamp.holds(read.leaves):
@@ -123,6 +129,67 @@ class PackedEngine:
     def is_differentiable(self, inputs: Inputs) -> bool:
         """Whether a call runs as in training."""
         return self._trains(self._read or self._now(), inputs)
+
+
+@dataclass(eq=False)
+class _HeadReading:
+    """What was read of a language head; `program` is that of the stack `below`, with this head."""
+
+    watch: Watch
+    head: VocabularyHead
+    leaves: list[Tensor]
+    stamp: Stamp | None = None
+    below: RankProgram | None = None
+    program: RankProgram | None = None
+
+
+class DecoderEngine:
+    """A decoder with a language head: the program of its stack with logits, made again when one of them has changed."""
+
+    size = 1  # ranks
+
+    def __init__(self, module: nn.Module, describe: DescribeHead, stack: Callable[[], tuple[nn.Module, PackedEngine]]):
+        """`stack` gives the module that holds the layers, and its engine."""
+        self._module, self._describe, self._stack = module, describe, stack
+        self._read: _HeadReading | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def vocabulary(self) -> int:
+        """How many words the head tells apart."""
+        with self._lock:
+            return self._now().head.projection.size[0]
+
+    def program(self) -> RankProgram:
+        """What `weft.generate` runs on."""
+        with self._lock:
+            read, below = self._now(), self._stack()[1].program()
+            if read.below is not below or read.stamp is None or not read.stamp.holds(read.leaves):
+                read.program = None  # two copies of the head need not be held at once
+                read.stamp, read.below = Stamp.of(read.leaves), below
+                read.program = below.with_head(read.head)
+            assert read.program is not None
+            return read.program
+
+    def _now(self) -> _HeadReading:
+        check_global_hooks()
+        if self._read is None or not self._read.watch.holds():
+            self._read = None
+            base, engine = self._stack()
+            inside = set(base.modules()) - {base}  # which the engine of the stack watches
+            watch = Watch([m for m in self._module.modules() if m not in inside])
+            check_hooks(self._module, called=[self._module])
+            described = self._describe(self._module)
+            words, embedding = described.projection.size[0], engine.model.embedding
+            if described.transform is not None:
+                raise Unsupported(f"{type(self._module).__name__} is no decoder; expected a causal language model")
+            if embedding is not None and embedding.tables[0].shape[0] != words:
+                raise Unsupported(
+                    f"the embedding has {embedding.tables[0].shape[0]} words and the head {words}, expected as many of "
+                    "each"
+                )
+            self._read = _HeadReading(watch, described, list(tensors(described)))
+        return self._read
 
 
 def runs_as_training(module: nn.Module, inputs: Inputs, weights: Iterable[Tensor]) -> bool:

@@ -8,7 +8,8 @@ at more than one token, it gets padded states, too, and only if nothing is paddi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,10 +20,10 @@ from weft._torch import own_modules
 from weft.errors import Unsupported
 from weft.models.family import Family, HeadKind, is_known_leaf
 from weft.models.modules import home_of, is_of
-from weft.models.spec import Transformer
+from weft.models.spec import Transformer, VocabularyHead
 from weft.models.twin import Twin, twin_of
 from weft.packed.batch import MARKS, PackedBatch, check_positions
-from weft.packed.engine import AttentionDropout, Engine, PackedEngine
+from weft.packed.engine import AttentionDropout, DecoderEngine, Engine, PackedEngine
 from weft.packed.inputs import (
     CACHE_ARGUMENTS,
     HEAD_ARGUMENTS,
@@ -45,6 +46,7 @@ from weft.packed.inputs import (
     wants_states,
 )
 from weft.transformer.call import Extras, Inputs
+from weft.transformer.passes import RankProgram
 
 
 def pack_base(model: nn.Module, family: Family, dropout: AttentionDropout) -> nn.Module:
@@ -56,9 +58,13 @@ def pack_base(model: nn.Module, family: Family, dropout: AttentionDropout) -> nn
 
 def pack_head(model: nn.Module, family: Family, dropout: AttentionDropout) -> nn.Module:
     """The packed twin of a model with a head."""
-    base, kind = family.base_of(model), family.heads[type(model).__name__].kind
+    base, head = family.base_of(model), family.heads[type(model).__name__]
     packed = pack_base(getattr(model, base), family, dropout)
-    twin = twin_of(model, PackedHead, {"_weft_head": kind, "_weft_base": base})
+    attributes: dict[str, Any] = {"_weft_head": head.kind, "_weft_base": base}
+    if head.kind is HeadKind.NEXT_TOKEN and head.vocabulary is not None:
+        twin = twin_of(model, PackedDecoder, {**attributes, "_weft_vocabulary": head.vocabulary})
+    else:
+        twin = twin_of(model, PackedHead, attributes)
     own_modules(twin)[base] = packed
     return twin
 
@@ -291,6 +297,32 @@ class PackedHead(Twin):
         if output.get("hidden_states") is not None:
             output["hidden_states"] = tuple(map(place, output.hidden_states))
         return returned(output, self.config, arguments)  # type: ignore[attr-defined]
+
+
+class PackedDecoder(PackedHead):
+    """Mixed into a language model that `weft.generate` takes. `_weft_vocabulary` reads its head."""
+
+    _weft_vocabulary: Callable[[Any], VocabularyHead]
+
+    def weft_engine(self) -> DecoderEngine:
+        module: Any = self
+
+        def stack() -> tuple[nn.Module, PackedEngine]:
+            base: Any = base_of(module, PackedBase, "not packed; pack the whole model again")
+            base.weft_check()
+            return base, base.weft_engine()
+
+        return self.weft_kept("_weft_engine", lambda: DecoderEngine(module, self._weft_vocabulary, stack))
+
+    def weft_program(self, asked: str = "inference") -> RankProgram:
+        """What `weft.generate` runs on; made again when weights have changed."""
+        return self.weft_engine().program()
+
+    @contextmanager
+    def weft_alone(self) -> Iterator[DecoderEngine]:
+        """The engine. Threads may call a packed model at any time; they take turns where they must."""
+        self.weft_check()
+        yield self.weft_engine()
 
 
 def base_of(model: Any, kind: type[_BaseT], otherwise: str) -> _BaseT:

@@ -181,6 +181,11 @@ class ParallelEngine:
         assert head is not None
         return head.projection.weights[0].shape[0]
 
+    @property
+    def size(self) -> int:
+        """How many ranks share the model."""
+        return self.ranks.group.size()
+
     def rank_model(self, *, split: bool) -> RankModel:
         """What this rank computes with. Without gradients it is kept until something changes. Collective."""
         read = self._read()

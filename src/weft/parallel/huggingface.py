@@ -38,8 +38,8 @@ from weft.parallel.training import check_targets, cross_entropy, logits
 from weft.transformer.call import Extras, digest
 from weft.transformer.exchange import gather, gather_columns
 from weft.transformer.memory import RankCache
-from weft.transformer.parts import IndexRun
 from weft.transformer.passes import RankProgram
+from weft.transformer.sampling import whole_rows
 
 _HEAD_ARGUMENTS = HEAD_ARGUMENTS | {"logits_to_keep"}
 _ROOM = 128  # tokens that a new cache has room for behind the prompts; it grows when they are used up
@@ -302,11 +302,7 @@ class ParallelCache:
 
 def whole_logits(program: RankProgram, hidden: Tensor) -> Tensor:
     """[n, V] on every rank."""
-    part, words = program.logits(hidden), program.model.words
-    size = program.model.size
-    counts = [IndexRun.of(words.total, rank, size).count for rank in range(size)]
-    padded = torch.nn.functional.pad(part, (0, max(counts) - part.shape[1]))  # ranks send as much as each other
-    return torch.cat([p[:, :n] for p, n in zip(program.gather(padded), counts, strict=True)], 1)
+    return whole_rows(program.logits(hidden), program.model.words, program.gather, program.model.size)
 
 
 def _of_new_columns(arguments: dict[str, Any], past: ParallelCache | None) -> dict[str, Any]:

@@ -7,5 +7,8 @@ exchange     messages between ranks: agreement, sums, rows, columns, embedded wo
 passes       `RankProgram`, and one pass through the layers, alone or with the ranks of one host
 network      the same pass with ranks on several hosts, on the overlapped matmuls
 training     the layers as differentiable ops
-generation   `weft.generate`, and how a token is chosen
+sampling     how a token is chosen: rules, draws, log-probabilities
+requests     one request for text: its options, checked; its state, its result
+steps        requests that run together: slots of a cache, one pass a step
+generation   `weft.generate` and `weft.Generator`
 """

@@ -68,6 +68,19 @@ class Inputs:
         return f"{self.tokens} tokens of {self.cu_seqlens.numel() - 1} sequences, inputs {digest(*self.tensors())}"
 
 
+def inputs_of(tokens: Tensor, lengths: Tensor, past: Tensor, model: Transformer) -> Inputs:
+    """New tokens [T] of sequences of a decoder that have `past` tokens already, `lengths` new ones each."""
+    cu = torch.zeros(lengths.numel() + 1, dtype=torch.int32)
+    cu[1:] = lengths.cumsum(0)
+    positions = torch.arange(tokens.numel()) + (past - cu[:-1]).repeat_interleave(lengths)
+    assert model.embedding is not None
+    known, names = {"input_ids": tokens, "position_ids": positions}, model.embedding.names
+    if any(name not in known for name in names):
+        raise ValueError(f"a model with {', '.join(names)} does not generate text; expected a decoder")
+    indices = tuple(known[name].contiguous() for name in names)
+    return Inputs(cu, tokens.numel(), indices, None, positions, int(positions.max()) if tokens.numel() else 0)
+
+
 @dataclass(frozen=True, eq=False)
 class Extras:
     """What a call hands out besides its result; a list that is None is not asked for.

@@ -10,6 +10,7 @@ nothing.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -210,6 +211,13 @@ class Workspace:
         self.has_rotary = any(layer.attention.rotary is not None for layer in model.transformer.layers)
         self.tables = Tables()
 
+    def with_head(self, model: RankModel) -> Workspace:
+        """The same layers with the head of `model`, which is packed here."""
+        check_model(model.transformer, model.head)
+        twin = copy.copy(self)
+        twin.model, twin.head = model, None if model.head is None else PackedDense.of(model.head)
+        return twin
+
 
 class RankCache:
     """Room for `slots` sequences of `capacity` tokens each; `reserve` makes more.
@@ -238,15 +246,21 @@ class RankCache:
         """Tokens that a slot has room for."""
         return self.keys[0].shape[2]
 
-    def reserve(self, tokens: int) -> None:
-        """Makes room for `tokens` tokens in every slot, and a good deal more where it must copy."""
-        if tokens <= self.capacity:
+    def reserve(self, tokens: int, *, slots: int = 1) -> None:
+        """Makes room for `tokens` tokens in every one of `slots` slots, and a good deal more where it must copy."""
+        if tokens <= self.capacity and slots <= self.slots:
             return
-        capacity, used = max(tokens, int(self.capacity * _CACHE_GROWTH)), int(self.lengths.max())
+        grown = [
+            now if wanted <= now else max(wanted, int(now * _CACHE_GROWTH))
+            for wanted, now in ((slots, self.slots), (tokens, self.capacity))
+        ]
+        used = [(slot, length) for slot, length in enumerate(self.lengths.tolist()) if length]
+        self.lengths = torch.cat([self.lengths, self.lengths.new_zeros(grown[0] - self.slots)])
         for stored in (self.keys, self.values):
             for i, old in enumerate(stored):
-                stored[i] = self._room(self.slots, capacity)
-                stored[i][:, :, :used] = old[:, :, :used]
+                stored[i] = self._room(*grown)
+                for slot, length in used:  # memory that holds nothing is not touched, and so not taken
+                    stored[i][slot, :, :length] = old[slot, :, :length]
 
     def select(self, slots: Tensor) -> None:
         """Slot i becomes a copy of what slot slots[i] is now: for beams, which are copied and dropped."""

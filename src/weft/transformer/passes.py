@@ -20,9 +20,11 @@ from outside was checked before (`call.py`).
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +33,7 @@ from torch import Tensor
 from weft import _core
 from weft.comm.host_collectives import CHUNK_ROWS, Fill, HostWire, Rows
 from weft.kernels.cpu import ACTIVATIONS, empty, thread_count
-from weft.models.spec import Embedding, NormOrder
+from weft.models.spec import Embedding, NormOrder, VocabularyHead
 from weft.transformer.call import NO_EXTRAS, Extras, InferenceCall, Inputs, Keys, checked_call
 from weft.transformer.memory import NormAddresses, PackedDense, PackedLayer, PassBuffers, RankCache, Workspace
 from weft.transformer.parts import RankModel
@@ -357,6 +359,13 @@ class RankProgram:
             embedded=0 if self.work.projection is None else self.work.input_width,
         )  # fmt: skip
         self._lock = threading.Lock()  # calls share the buffers
+
+    def with_head(self, head: VocabularyHead) -> RankProgram:
+        """The same program with this head: it shares the layers and the buffers, so that calls of both take turns."""
+        twin = copy.copy(self)
+        twin.model = replace(self.model, head=head.projection, transform=head.transform)
+        twin.work = self.work.with_head(twin.model)
+        return twin
 
     def cache(self, *, slots: int, capacity: int) -> RankCache:
         """An empty cache for this rank's heads."""

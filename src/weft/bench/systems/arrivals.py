@@ -1,0 +1,149 @@
+"""Requests that arrive at random: served as they come by `weft.Generator`, or in closed batches by `weft.generate`.
+
+Time is what the systems compute; while nothing is there to do, the clock jumps to the next arrival, so that nobody
+waits for requests that are only imagined. What has arrived while a step was computed joins at the next.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.transformer.generation import Generator, generate
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class TimedRequest:
+    """A request that comes `at` so many seconds and wants `new_tokens` tokens."""
+
+    at: float
+    prompt: tuple[int, ...]
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class Service:
+    """How arrivals were served: seconds from the first arrival to the last token, and each request's own.
+
+    >>> Service(2.0, 30, (0.5, 1.0)).tokens_per_second
+    15.0
+    """
+
+    seconds: float
+    tokens: int
+    latencies: tuple[float, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def p99(self) -> float:
+        """Seconds within which 99 of 100 requests were done."""
+        return statistics.quantiles(self.latencies, n=100, method="inclusive")[98]
+
+
+def poisson(
+    count: int, *, rate: float, words: int, prompts: tuple[int, int], new_tokens: tuple[int, int], seed: int = 0
+) -> list[TimedRequest]:
+    """`count` arrivals, `rate` a second; lengths are uniform between two numbers. At another rate the same requests
+    come in the same order.
+
+    >>> [len(a.prompt) for a in poisson(2, rate=1.0, words=9, prompts=(3, 3), new_tokens=(1, 4))]
+    [3, 3]
+    """
+    rng, at, found = random.Random(seed), 0.0, []
+    for _ in range(count):
+        prompt = tuple(rng.randrange(words) for _ in range(rng.randint(*prompts)))
+        found.append(TimedRequest(at, prompt, rng.randint(*new_tokens)))
+        at += rng.expovariate(1.0) / rate
+    return found
+
+
+def serve_continuously(
+    model: Any, arrivals: Sequence[TimedRequest], *, clock: Clock = time.perf_counter, **options: Any
+) -> Service:  # fmt: skip
+    """Each request joins at the step after its arrival; `options` are those of `weft.Generator`."""
+    generator, waiting, now = Generator(model, **options), list(arrivals), 0.0
+    streams: list[tuple[TimedRequest, Any]] = []
+    done: dict[int, float] = {}
+    while waiting or len(done) < len(arrivals):
+        if waiting and len(done) == len(streams):  # nothing to do until the next one comes
+            now = max(now, waiting[0].at)
+        while waiting and waiting[0].at <= now:
+            arrival = waiting.pop(0)
+            streams.append((arrival, generator.submit(arrival.prompt, max_new_tokens=arrival.new_tokens, eos=())))
+        start = clock()
+        generator.step()
+        now += clock() - start
+        for number, (arrival, stream) in enumerate(streams):
+            if number not in done and stream.is_done:
+                done[number] = now - arrival.at
+    tokens = sum(len(stream.tokens) for _, stream in streams)
+    return Service(now - arrivals[0].at, tokens, tuple(done[number] for number in range(len(arrivals))))
+
+
+def serve_in_batches(
+    model: Any, arrivals: Sequence[TimedRequest], *, most: int, clock: Clock = time.perf_counter
+) -> Service:  # fmt: skip
+    """What has arrived, up to `most` requests, is a batch that runs to its end; who comes meanwhile waits. Tokens that
+    a request did not want, because another one of its batch wants more, do not count."""
+    waiting, now, latencies, tokens = list(arrivals), 0.0, [], 0
+    while waiting:
+        now = max(now, waiting[0].at)
+        batch = [arrival for arrival in waiting[:most] if arrival.at <= now]
+        waiting = waiting[len(batch) :]
+        start = clock()
+        generate(model, [a.prompt for a in batch], max_new_tokens=max(a.new_tokens for a in batch), eos=())
+        now += clock() - start
+        latencies += [now - arrival.at for arrival in batch]
+        tokens += sum(arrival.new_tokens for arrival in batch)
+    return Service(now - arrivals[0].at, tokens, tuple(latencies))
+
+
+def busiest(serve: Callable[[float], Service], p99: float, *, low: float, high: float, steps: int = 6) -> Service:
+    """The most tokens a second that a system serves with 99 of 100 requests done within `p99` seconds: by halving
+    between two rates of arrival. Raises where even the lower rate is too much."""
+    best = serve(low)
+    if best.p99 > p99:
+        raise ValueError(f"{low:g} arrivals a second have a p99 of {best.p99:.2f} s, expected {p99:g} s; start lower")
+    for _ in range(steps):
+        rate = (low + high) / 2
+        found = serve(rate)
+        if found.p99 <= p99:
+            low, best = rate, max(best, found, key=lambda service: service.tokens_per_second)
+        else:
+            high = rate
+    return best
+
+
+def continuous_against_closed(
+    model: Any, *, words: int, count: int = 200, most: int = 16, prompts: tuple[int, int] = (16, 256),
+    new_tokens: tuple[int, int] = (8, 128), steps: int = 5, seed: int = 0,
+    clock: Clock = time.perf_counter,
+) -> dict[str, float]:  # fmt: skip
+    """Tokens a second of both, at a p99 that both keep: the one that closed batches have at half of what they can
+    compute when there is always enough to do. `continuous_vs_closed` is how many times as many the generator serves."""
+
+    def at(rate: float) -> list[TimedRequest]:
+        return poisson(count, rate=rate, words=words, prompts=prompts, new_tokens=new_tokens, seed=seed)
+
+    def in_batches(rate: float) -> Service:
+        return serve_in_batches(model, at(rate), most=most, clock=clock)
+
+    full = count / in_batches(1e9).seconds  # requests a second
+    p99 = in_batches(full / 2).p99 * 1.05
+    closed = busiest(in_batches, p99, low=full / 4, high=full, steps=steps)
+    ours = busiest(
+        lambda rate: serve_continuously(model, at(rate), clock=clock), p99, low=full / 4, high=4 * full, steps=steps
+    )
+    return {
+        "p99_s": p99, "closed_tokens_s": closed.tokens_per_second, "continuous_tokens_s": ours.tokens_per_second,
+        "continuous_vs_closed": ours.tokens_per_second / closed.tokens_per_second,
+    }  # fmt: skip
