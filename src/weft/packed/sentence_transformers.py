@@ -82,6 +82,8 @@ class _Copies:
 def _check(module: nn.Module, path: str) -> None:
     """Raises where a module may read what a packed transformer does not compute."""
     kind = type(module)
+    if isinstance(module, Twin):
+        raise Unsupported(f"{path} is packed or parallel already; use it as it is")
     if getattr(module, "backend", "torch") != "torch":
         raise Unsupported(f"{path} computes by {module.backend}, which cannot be packed; load it with backend='torch'")
     known = any(base.__name__ in (*MODELS, *_READ_NO_PADDING) and _is_theirs(base) for base in kind.__mro__)
