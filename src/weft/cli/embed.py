@@ -62,9 +62,7 @@ def embed(
         None if str(source) == "-" else source, out, kind, column, token_budget, errors is OnError.skip, not restart
     )
     options.check()
-    encoder = open_encoder(
-        model, max_length=max_length, prompt=prompt, prompt_name=prompt_name, task=task, dtype=dtype
-    )
+    encoder = open_encoder(model, max_length=max_length, prompt=prompt, prompt_name=prompt_name, task=task, dtype=dtype)
     options = replace(options, about=encoder.identity())
     try:
         with _bar() as report, _heard(report) as listening:

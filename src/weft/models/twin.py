@@ -98,9 +98,9 @@ def twin_of(model: nn.Module, mixin: type[Twin], attributes: dict[str, Any]) -> 
     return twin
 
 
-def plain_of(twin: nn.Module) -> nn.Module:
+def plain_of(twin: Twin) -> nn.Module:
     """The model of a twin by its own class's code, on the same modules; what is a twin inside is plain, too."""
-    _, original = type(twin).__bases__
+    original: Any = type(twin).__bases__[1]
     plain: nn.Module = original.__new__(original)
     plain.__dict__.update((name, value) for name, value in twin.__dict__.items() if "_weft" not in name)
     plain.__dict__["_modules"] = {

@@ -42,7 +42,9 @@ def pack_library_model(model: Any, pack_one: Callable[[nn.Module], nn.Module]) -
     copies = _Copies(pack_one)
     twin: Any = copies.of(model, type(model).__name__)
     if not copies.packed:
-        raise Unsupported(f"this {type(model).__name__} has no transformer inside, so nothing of it pads; use it as it is")
+        raise Unsupported(
+            f"this {type(model).__name__} has no transformer inside, so nothing of it pads; use it as it is"
+        )
     for name in ("prompts", "_model_card_vars", "model_card_data"):
         if name in twin.__dict__:
             twin.__dict__[name] = copy.copy(twin.__dict__[name])
@@ -72,7 +74,7 @@ class _Copies:
         _check(module, path)
         if not any(map(_is_transformer, module.modules())):
             return shallow_copy(module)
-        holds = any(map(_is_transformer, module.children()))
+        holds = any(map(_is_transformer, module.children())) and not is_library_model(module)
         made = _transformer_twin(module) if holds else shallow_copy(module)
         for name, child in own_modules(module).items():
             own_modules(made)[name] = None if child is None else self.of(child, f"{path}.{name}")

@@ -4,6 +4,7 @@ overlap       overlapped matmuls, against torch's matmuls and collectives
 reshard       tensors and state dicts between meshes, against torch's own means
 pipeline      pipelines of real and emulated stages, against torch's
 packed        models and attention without padding, against Hugging Face, torch.compile, ONNX Runtime and others
+sentence_transformers  scores of pairs of texts, against sentence-transformers
 end_to_end    the models and inputs of the next two, as numbers
 parallel      a tensor-parallel transformer, against torch, Hugging Face and vLLM
 torch_models  that transformer as torch's own users write it

@@ -30,9 +30,11 @@ class Encoder:
 
     `folder` is what `save_pretrained` of transformers or sentence-transformers wrote. `max_length`, the tokens of a
     text, and `prompt`, what is put before each (or `prompt_name`, one of the folder's, or that of a `task`, "query" or
-    "document"), are the folder's unless given. A folder with other modules than Transformer, Pooling, Dense and
-    Normalize, or with options that this does not know, raises `recipe.NotPlain`: `open_encoder` takes it. It computes in `dtype`, "float32" or "bfloat16"; by default in that of the weights, or in float32 if that is none
-    of these.
+    "document"), are the folder's unless given. It computes in `dtype`, "float32" or "bfloat16"; by default in that of
+    the weights, or in float32 if that is none of these.
+
+    A folder with other modules than Transformer, Pooling, Dense and Normalize, or with options that are not known here,
+    raises `recipe.NotPlain`; `open_encoder` takes it.
     """
 
     def __init__(

@@ -55,7 +55,9 @@ class TextFeatures:
         mask = self.content.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.dim() != 2 or set(self.content) - _BY_TOKEN - _OF_ALL:
             return False
-        return bool((mask == 1).all()) and all(self.content[n].shape == mask.shape for n in _BY_TOKEN & set(self.content))
+        return bool((mask == 1).all()) and all(
+            self.content[n].shape == mask.shape for n in _BY_TOKEN & set(self.content)
+        )
 
 
 class ModuleEncoder:
@@ -137,7 +139,9 @@ class ModuleEncoder:
         longest = max(lengths) or 1
         features = dict(texts[0].content)
         for name in _BY_TOKEN & set(features):
-            padded = [F.pad(text.content[name].long(), (0, longest - n)) for text, n in zip(texts, lengths, strict=True)]
+            padded = [
+                F.pad(text.content[name].long(), (0, longest - n)) for text, n in zip(texts, lengths, strict=True)
+            ]
             features[name] = torch.cat(padded)
         out: dict[str, Any] = self._first(features, **self._kwargs)
         return [_row(out, i, n, (len(texts), longest)) for i, n in enumerate(lengths)]
@@ -146,7 +150,9 @@ class ModuleEncoder:
         out = self._rest(features, **self._kwargs) if len(self._rest) else features
         found = out.get("sentence_embedding")
         if not isinstance(found, Tensor) or found.dim() != 2:
-            raise ValueError(f"{self._folder} gives {', '.join(out)}, and no sentence_embedding: weft embed writes one a text")
+            raise ValueError(
+                f"{self._folder} gives {', '.join(out)}, and no sentence_embedding: weft embed writes one a text"
+            )
         return found[:, : self._truncate].float()
 
 

@@ -126,7 +126,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a user wants put before each text: a `prompt`, or one of the folder's by its `name`, or the one for a `task`,
+    """What a user wants put before each text: a `prompt`, or one of the folder's by its `name`, or that of a `task`,
     "query" or "document", as sentence-transformers' encode_query and encode_document take it."""
 
     prompt: str | None = None
@@ -135,7 +135,9 @@ class Wish:
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.name is not None:
-            raise ValueError(f"got the prompt {self.prompt!r} and the prompt's name {self.name!r}, expected one of them")
+            raise ValueError(
+                f"got the prompt {self.prompt!r} and the prompt's name {self.name!r}, expected one of them"
+            )
         if self.task not in (None, *TASKS):
             raise ValueError(f"got the task {self.task!r}, expected {' or '.join(TASKS)}")
         try:
