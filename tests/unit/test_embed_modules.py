@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -308,3 +310,15 @@ def test_the_command(tmp_path):
     assert result.exit_code == 0, result.output
     want = theirs(tmp_path / "m", ["the fox", "a b c"], how="encode_query")
     np.testing.assert_allclose(np.load(out), want.numpy(), atol=1e-6)
+
+
+def test_a_plain_folder_does_not_import_the_library(tmp_path):
+    """It takes longer than to embed a few hundred texts."""
+    path = folder(tmp_path / "m", modules=("Pooling", "Dense", "Normalize"))
+    code = (
+        "import sys; from pathlib import Path; from weft.jobs.embed import open_encoder; "
+        "e = open_encoder(Path(sys.argv[1]), task='query'); e.embed(e.tokenize(['a', 'b c'])); "
+        "print(type(e).__name__, 'sentence_transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.split() == ["Encoder", "False"]
