@@ -89,7 +89,6 @@ def test_both_ways_give_the_same(tmp_path, name):
     assert isinstance(plain, Encoder)
     want, got = rows(plain), rows(library)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(got, theirs(path), atol=1e-5, rtol=1e-5)
     assert want.std() > 0.01
     assert plain.max_length == library.max_length
     assert [len(ids) for ids in plain.tokenize(TEXTS)] == [len(tokens) for tokens in library.tokenize(TEXTS)]

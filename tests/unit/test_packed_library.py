@@ -294,6 +294,26 @@ def test_their_losses(tmp_path, name):
         torch.testing.assert_close(packed[n], g, atol=2e-5, rtol=1e-4, msg=lambda text, n=n: f"{n}: {text}")
 
 
+def test_losses_that_call_twice_and_leave_things_behind(tmp_path):
+    """AdaptiveLayerLoss leaves a bound forward in a model; a twin must not call the original by it."""
+    from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss, MultipleNegativesRankingLoss
+
+    model = embedder(tmp_path).eval()
+    values = []
+    for m in (model, model, weft.pack(model)):
+        features = [m.preprocess([pair[i] or "b" for pair in PAIRS]) for i in (0, 1)]
+        loss = AdaptiveLayerLoss(m, MultipleNegativesRankingLoss(m), n_layers_per_step=-1)
+        values.append((loss(features, None).item(), MultipleNegativesRankingLoss(m)(features, None).item()))
+    assert "forward" in model.__dict__
+    assert "forward" in model[0].__dict__
+    assert values[2] == pytest.approx(values[0], abs=1e-5)
+    twin = weft.pack(model)
+    assert "forward" not in {**twin.__dict__, **twin[0].__dict__}
+    rows = twin.encode(TEXTS, output_value=None)
+    assert all((row["token_embeddings"][row["attention_mask"] == 0] == 0).all() for row in rows)
+    assert_same(lambda m: m.encode(TEXTS), model, twin)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,13 @@ _READ_NO_PADDING = frozenset(
         "StaticEmbedding", "WordEmbeddings", "BoW", "MultiVectorMask", "BaseTokenPooling", "LogitScore",
     }
 )  # fmt: skip
+# What modules have made of features: some losses call a model twice with the same ones.
+_MADE = frozenset(
+    {
+        "token_embeddings", "sentence_embedding", "all_layer_embeddings", "cls_token_embeddings", "token_weights_sum",
+        "scores", "causal_logits",
+    }
+)  # fmt: skip
 _OWN = {"processor", "tokenizer", "input_formatter", "_prompt_length_mapping"}  # of a Transformer: its twin has others
 
 
@@ -72,10 +79,11 @@ class _Copies:
             self.packed += 1
             return self._pack_one(module)
         _check(module, path)
-        if not any(map(_is_transformer, module.modules())):
-            return shallow_copy(module)
         holds = any(map(_is_transformer, module.children())) and not is_library_model(module)
         made = _transformer_twin(module) if holds else shallow_copy(module)
+        made.__dict__.pop("forward", None)  # its own, which some losses leave behind, bound to the original
+        if not any(map(_is_transformer, module.modules())):
+            return made
         for name, child in own_modules(module).items():
             own_modules(made)[name] = None if child is None else self.of(child, f"{path}.{name}")
         return made
@@ -89,7 +97,9 @@ def _check(module: nn.Module, path: str) -> None:
     if getattr(module, "backend", "torch") != "torch":
         raise Unsupported(f"{path} computes by {module.backend}, which cannot be packed; load it with backend='torch'")
     known = any(base.__name__ in (*MODELS, *_READ_NO_PADDING) and _is_theirs(base) for base in kind.__mro__)
-    is_own = known and "forward" not in module.__dict__ and _is_theirs(kind.forward)
+    patched = module.__dict__.get("forward")
+    is_patched = patched is not None and getattr(patched, "__func__", None) is not kind.forward
+    is_own = known and not is_patched and _is_theirs(kind.forward)
     if not is_own and kind not in _CONTAINERS:
         raise Unsupported(
             f"{path} is a {kind.__module__}.{kind.__name__}, which is not known to leave padding alone, and padding is "
@@ -117,11 +127,14 @@ class PackedTransformer(Twin):
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         self.weft_check()
         module: Any = self
-        if _reads_masked(arguments["features"]):
+        features: dict[str, Any] = arguments["features"]
+        if _reads_masked(features):
             module = shallow_copy(module)
             for name, child in module.named_children():
                 own_modules(module)[name] = plain_of(child) if isinstance(child, Twin) else child
-        return original(module, **arguments)
+        given = {name: value for name, value in features.items() if name not in _MADE}
+        features.update(original(module, **{**arguments, "features": given}))
+        return features
 
 
 def _reads_masked(features: dict[str, Any]) -> bool:
