@@ -100,7 +100,9 @@ def test_a_peer_that_could_not_run_says_why_in_the_row_and_in_the_summary() -> N
     row = packed._row(Result(result.measured, result.bound, facts=facts))
     assert (row["best_peer"], row["vs_best_peer"], row["peak_fraction"]) == ("hf sdpa", 2.0, 0.5)
     assert "peak_ms" not in row
-    found = packed.summary(head=row, same=row, attention=row, train=row, embed=row, memory={"ratio": 0.1})
+    rows = dict.fromkeys(("head", "same", "attention", "train", "embed", "rerank"), row)
+    found = packed.summary(**rows, memory={"ratio": 0.1})
+    assert found["crossencoder_vs_st"] == 2.0
     assert (found["vs_hf_sdpa"], found["vs_onnxruntime"], found["vs_compile"]) == (2.0, "not installed", "not measured")
 
 

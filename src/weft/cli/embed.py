@@ -36,6 +36,9 @@ def embed(
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Put before each text. Default: the model's default.")] = None,
     prompt_name: Annotated[str | None, typer.Option(help="One of the model's prompts, by its name.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="query or document: the prompt, and the route of a model that has several.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16. Default: as the weights are saved; float16 in float32.")
     ] = None,
@@ -47,9 +50,9 @@ def embed(
     """Embed texts, in order, without computing padding. A job that was stopped goes on where it was."""
     import torch
 
-    from weft.jobs.embed import EmbedOptions, Encoder, run
+    from weft.jobs.embed import EmbedOptions, open_encoder, run
 
-    with suppress(ImportError):  # `Encoder` says what is missing
+    with suppress(ImportError):  # `open_encoder` says what is missing
         import_module("transformers.utils.logging").disable_progress_bar()  # there is one here
     if threads < 0:
         raise ValueError(f"got {threads} threads, expected a number from 0 on")
@@ -59,7 +62,7 @@ def embed(
         None if str(source) == "-" else source, out, kind, column, token_budget, errors is OnError.skip, not restart
     )
     options.check()
-    encoder = Encoder(model, max_length=max_length, prompt=prompt, prompt_name=prompt_name, dtype=dtype)
+    encoder = open_encoder(model, max_length=max_length, prompt=prompt, prompt_name=prompt_name, task=task, dtype=dtype)
     options = replace(options, about=encoder.identity())
     try:
         with _bar() as report, _heard(report) as listening:

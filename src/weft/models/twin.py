@@ -5,7 +5,6 @@ parameters under the same names, which can be copied, pickled and compiled aroun
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import weakref
@@ -84,6 +83,13 @@ class Twin:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith(_NOT_COPIED)}
 
+    def __copy__(self) -> Any:
+        """Shallow: of the same model, so it looks at that, too."""
+        mixin, original = type(self).__bases__
+        twin = _empty(original, mixin)
+        twin.__dict__.update(self.__getstate__(), _weft_origin=self.__dict__.get("_weft_origin"))
+        return twin
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         mixin, original = type(self).__bases__
         return _empty, (original, mixin), self.__getstate__()
@@ -91,12 +97,23 @@ class Twin:
 
 def twin_of(model: nn.Module, mixin: type[Twin], attributes: dict[str, Any]) -> nn.Module:
     """A twin whose class has `mixin` before the model's own."""
-    twin = copy.copy(model)
-    twin.__class__ = twin_class(type(model), mixin)
+    twin: nn.Module = _empty(type(model), mixin)
+    twin.__dict__.update(model.__dict__)
     for name in _OWN:
         twin.__dict__[name] = dict(model.__dict__[name])
     twin.__dict__.update(attributes, _weft_origin=_Origin(model))
     return twin
+
+
+def plain_of(twin: Twin) -> nn.Module:
+    """The model of a twin by its own class's code, on the same modules; what is a twin inside is plain, too."""
+    original: Any = type(twin).__bases__[1]
+    plain: nn.Module = original.__new__(original)
+    plain.__dict__.update((name, value) for name, value in twin.__dict__.items() if "_weft" not in name)
+    plain.__dict__["_modules"] = {
+        name: plain_of(child) if isinstance(child, Twin) else child for name, child in twin.__dict__["_modules"].items()
+    }
+    return plain
 
 
 def become(model: nn.Module, mixin: type[Twin], attributes: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ batch        `PackedBatch`: tokens of many texts end to end; where one text ends
 api          `pack(model)`: which models, and torch's own encoder; `packed_attention`, and flash-attn's varlen function
 registry     `attn_implementation="weft"`: packed attention inside of any model of transformers
 huggingface  the base models of families, and models with a head: the same call, on packed tokens
+sentence_transformers  whole models of that library: the transformers inside are packed
 inputs       a call's arguments, checked and packed; the forms of what it returns
 engine       runs a described module, and notices when it has changed
 """

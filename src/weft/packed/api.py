@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from weft._torch import own_modules, shallow_copy
 from weft.errors import Unsupported
 from weft.kernels.attention import attention, dropout_seed
 from weft.kernels.cpu_attention import Scoring
@@ -22,6 +21,7 @@ from weft.packed.batch import PackedBatch, check_offsets
 from weft.packed.engine import AttentionDropout, PackedEngine
 from weft.packed.huggingface import pack_base, pack_head
 from weft.packed.registry import register_attention
+from weft.packed.sentence_transformers import MODELS, is_library_model, pack_library_model
 from weft.transformer.call import Inputs
 
 
@@ -138,7 +138,7 @@ def supported() -> list[str]:
     """The names of the classes that `pack` takes."""
     return [
         *(name for family in FAMILIES for name in family.classes),
-        "SentenceTransformer",
+        *MODELS,
         "torch.nn.TransformerEncoder",
     ]
 
@@ -147,7 +147,8 @@ def pack(model: ModelT, *, attention_dropout: str = "model") -> ModelT:
     """A twin of the model that never computes a padded token: same call, same parameters, same outputs.
 
     Takes Hugging Face's BERT (MiniLM is one), RoBERTa, DistilBERT, ModernBERT, GPT-2 and Llama, with the usual heads,
-    a SentenceTransformer around one of these, and torch.nn.TransformerEncoder. Outputs at padding are zeros. The twin
+    sentence-transformers' SentenceTransformer, CrossEncoder, SparseEncoder and MultiVectorEncoder around one of these,
+    and torch.nn.TransformerEncoder. Outputs at padding are zeros. The twin
     shares its parameters with the model; in inference it keeps a packed copy of them, which it renews when they
     change. It computes no attention weights; an argument that asks for them is an error. A decoder fills the cache of
     keys and values that `generate` goes on with.
@@ -172,28 +173,13 @@ def _packed(model: nn.Module, dropout: AttentionDropout) -> nn.Module:
         raise Unsupported(f"this {name} is packed or parallel already; use it as it is")
     if type(model) is nn.TransformerEncoder:
         return pack_encoder(model, dropout)
-    if name == "SentenceTransformer":
-        return _pack_sentence_transformer(model, dropout)
+    if is_library_model(model):
+        return pack_library_model(model, lambda inner: _packed(inner, dropout))
     family = family_of(model)
     if family is None:
         raise Unsupported(f"cannot pack a {type(model).__module__}.{name}; supported are {', '.join(supported())}")
     register_attention()
     return pack_base(model, family, dropout) if name == family.base else pack_head(model, family, dropout)
-
-
-def _pack_sentence_transformer(model: Any, dropout: AttentionDropout) -> nn.Module:
-    twin = shallow_copy(model)
-    first = next(iter(own_modules(twin)))
-    transformer: Any = shallow_copy(own_modules(twin)[first])
-    held = "model" if "model" in own_modules(transformer) else "auto_model"
-    if held not in own_modules(transformer):
-        raise Unsupported(
-            f"the first module of the SentenceTransformer is a {type(transformer).__name__}, no Transformer"
-        )
-    inner: Any = own_modules(transformer)[held]
-    own_modules(transformer)[held] = _packed(inner, dropout)
-    own_modules(twin)[first] = transformer
-    return twin
 
 
 # torch.nn.TransformerEncoder --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ reshard       tensors and state dicts between meshes, against torch's own means
 pipeline      pipelines of real and emulated stages, against torch's
 packed        models and attention without padding, against Hugging Face, torch.compile, ONNX Runtime and others
 arrivals      requests that arrive at random, as they come and in closed batches
+sentence_transformers  embeddings and scores of pairs of texts, against sentence-transformers
 end_to_end    the models and inputs of the next two, as numbers
 parallel      a tensor-parallel transformer, against torch, Hugging Face and vLLM
 torch_models  that transformer as torch's own users write it

@@ -1,4 +1,4 @@
-"""Requests that arrive at random: served as they come by `weft.Generator`, or in closed batches by `weft.generate`.
+"""Requests that arrive at random: served as they come, or in closed batches, by the same `weft.Generator`.
 
 Time is what the systems compute; while nothing is there to do, the clock jumps to the next arrival, so that nobody
 waits for requests that are only imagined. What has arrived while a step was computed joins at the next.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.transformer.generation import Generator, generate
+from weft.transformer.generation import Generator
 
 Clock = Callable[[], float]
 
@@ -92,15 +92,17 @@ def serve_continuously(
 def serve_in_batches(
     model: Any, arrivals: Sequence[TimedRequest], *, most: int, clock: Clock = time.perf_counter
 ) -> Service:  # fmt: skip
-    """What has arrived, up to `most` requests, is a batch that runs to its end; who comes meanwhile waits. Tokens that
-    a request did not want, because another one of its batch wants more, do not count."""
-    waiting, now, latencies, tokens = list(arrivals), 0.0, [], 0
+    """What has arrived, up to `most` requests, is a batch that runs to its end; who comes meanwhile waits. A request that
+    has its tokens leaves the batch, which gets faster, but all get their answers when the last one has."""
+    generator, waiting, now, latencies, tokens = Generator(model), list(arrivals), 0.0, [], 0
     while waiting:
         now = max(now, waiting[0].at)
         batch = [arrival for arrival in waiting[:most] if arrival.at <= now]
         waiting = waiting[len(batch) :]
         start = clock()
-        generate(model, [a.prompt for a in batch], max_new_tokens=max(a.new_tokens for a in batch), eos=())
+        streams = [generator.submit(a.prompt, max_new_tokens=a.new_tokens, eos=()) for a in batch]
+        while not all(stream.is_done for stream in streams):
+            generator.step()
         now += clock() - start
         latencies += [now - arrival.at for arrival in batch]
         tokens += sum(arrival.new_tokens for arrival in batch)

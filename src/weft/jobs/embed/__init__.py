@@ -4,10 +4,12 @@ job      all of it in order: read, tokenize, embed, write; it can be stopped and
 readers  texts from files and pipes
 recipe   what a model's folder says of how a text becomes a vector
 encoder  tokenizer, packed model, pooling and the layers behind it
+modules  the same by sentence-transformers' own modules, for folders that hold more
 writers  rows to files, with a journal
 """
 
 from weft.jobs.embed.encoder import Encoder
 from weft.jobs.embed.job import EmbedOptions, Progress, run
+from weft.jobs.embed.modules import ModuleEncoder, open_encoder
 
-__all__ = ["EmbedOptions", "Encoder", "Progress", "run"]
+__all__ = ["EmbedOptions", "Encoder", "ModuleEncoder", "Progress", "open_encoder", "run"]

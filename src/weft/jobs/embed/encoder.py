@@ -5,7 +5,7 @@ No row depends on another: an embedding has the same bits alone and in any batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.jobs.embed import recipe
-from weft.jobs.embed.recipe import Recipe
+from weft.jobs.embed.recipe import NotPlain, Recipe, Wish
 from weft.kernels import PackedWeight, linear
 from weft.packed.api import pack
 from weft.packed.batch import PackedBatch
@@ -29,9 +29,12 @@ class Encoder:
     """A model that embeds texts, as SentenceTransformer(folder).encode does.
 
     `folder` is what `save_pretrained` of transformers or sentence-transformers wrote. `max_length`, the tokens of a
-    text, and `prompt`, what is put before each (or `prompt_name`, one of the folder's), are the folder's unless given.
-    It computes in `dtype`, "float32" or "bfloat16"; by default in that of the weights, or in float32 if that is none
-    of these.
+    text, and `prompt`, what is put before each (or `prompt_name`, one of the folder's, or that of a `task`, "query" or
+    "document"), are the folder's unless given. It computes in `dtype`, "float32" or "bfloat16"; by default in that of
+    the weights, or in float32 if that is none of these.
+
+    A folder with other modules than Transformer, Pooling, Dense and Normalize, or with options that are not known here,
+    raises `recipe.NotPlain`; `open_encoder` takes it.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Encoder:
         max_length: int | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
+        task: str | None = None,
         dtype: str | None = None,
     ) -> None:
         try:
@@ -49,11 +53,12 @@ class Encoder:
             raise ImportError("weft embed needs transformers; pip install transformers") from error
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"got the dtype {dtype}, expected {' or '.join(DTYPES)}")
+        wish = Wish(prompt, prompt_name, task)
         self.recipe = Recipe.of(folder)
-        self.prompt = self.recipe.prompt(prompt, prompt_name)
+        self.prompt = wish.of(self.recipe.prompts, self.recipe.default_prompt)
+        tokenizer = _load_tokenizer(self.recipe)
         model = _load_model(self.recipe.transformer, dtype)
         self.dtype = str(model.dtype).removeprefix("torch.")
-        tokenizer = _load_tokenizer(self.recipe)
         self.max_length = _length(tokenizer, model, self.recipe, max_length)
         self._tokenizer = _backend(tokenizer, self.max_length, self.recipe.lower_case)
         self._prompt_tokens = self._count_prompt(set(tokenizer.all_special_ids))
@@ -98,17 +103,20 @@ def _load_model(folder: Path, dtype: str | None) -> Any:
 
     options = {} if dtype is None else {"dtype": DTYPES[dtype]}
     model, found = AutoModel.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
-    missing = sorted(name for name in found["missing_keys"] if not name.startswith(_UNREAD))
-    if missing:
-        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {named}; they would be random numbers")
-    if getattr(model.config, "is_causal", None) is False and model.config.model_type in ("llama", "gpt2"):
-        raise ValueError(f"{folder}: is_causal = False is not supported; a packed {type(model).__name__} is causal")
+    check_complete(folder, model, found["missing_keys"])
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # of a BERT: nobody reads it
     if model.dtype not in DTYPES.values():
         model = model.float()
     return model.eval()
+
+
+def check_complete(folder: Path, model: nn.Module, missing: Iterable[str]) -> None:
+    """Raises where weights that are read were not in the files; transformers gives them random numbers."""
+    names = sorted(name for name in missing if not name.startswith(_UNREAD))
+    if names:
+        named = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {named}; they would be random numbers")
 
 
 def _load_tokenizer(recipe: Recipe) -> Any:
@@ -121,9 +129,9 @@ def _load_tokenizer(recipe: Recipe) -> Any:
         raise ValueError(f"{recipe.transformer} has no tokenizer that transformers can read: {error}") from error
     if not tokenizer.is_fast:
         kind = type(tokenizer).__name__
-        raise ValueError(f"{recipe.transformer} has the tokenizer {kind}, which has no tokenizer.json; convert it")
+        raise NotPlain(f"{recipe.transformer} has the tokenizer {kind}, which has no tokenizer.json; convert it")
     if recipe.is_plain and getattr(tokenizer, "chat_template", None) is not None:
-        raise ValueError(
+        raise NotPlain(
             f"{recipe.transformer} has a chat template and no modules.json, so that a text could be embedded as it is "
             f"or as a message; save the model with sentence-transformers, which says what is meant"
         )
@@ -132,7 +140,7 @@ def _load_tokenizer(recipe: Recipe) -> Any:
 
 def _length(tokenizer: Any, model: nn.Module, recipe: Recipe, asked: int | None) -> int | None:
     """Tokens of a text, special ones included; None for no limit. Raises where the model has fewer positions."""
-    has = _positions(model)
+    has = positions_of(model)
     length = recipe.max_length if asked is None else asked
     if length is None:
         limits = [tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", -1), has]
@@ -141,14 +149,20 @@ def _length(tokenizer: Any, model: nn.Module, recipe: Recipe, asked: int | None)
     least = int(tokenizer.num_special_tokens_to_add(pair=False)) + 1
     if length < least:
         raise ValueError(f"got at most {length} tokens a text, expected at least {least}: special tokens are counted")
+    check_positions(length, model)
+    return int(length)
+
+
+def check_positions(length: int, model: nn.Module) -> None:
+    """Raises where a text of this many tokens has more than the model has positions."""
+    has = positions_of(model)
     if has is not None and length > has:
         raise ValueError(
             f"got at most {length} tokens a text, but the model has {has} positions; pass --max-length {has}"
         )
-    return int(length)
 
 
-def _positions(model: nn.Module) -> int | None:
+def positions_of(model: nn.Module) -> int | None:
     """How many tokens of a text have a position; None where positions are computed and not looked up."""
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in ("position_embeddings", "wpe") and isinstance(module, nn.Embedding):
@@ -173,7 +187,7 @@ def _backend(tokenizer: Any, max_length: int | None, lower_case: bool) -> Any:
         if not any(isinstance(each, normalizers.Lowercase) for each in given):
             backend.normalizer = several([normalizers.Lowercase(), *given])
     if "token_type_ids" in tokenizer.model_input_names and any(backend.encode("a").type_ids):
-        raise ValueError(f"the tokenizer {type(tokenizer).__name__} gives a single text types other than 0")
+        raise NotPlain(f"the tokenizer {type(tokenizer).__name__} gives a single text types other than 0")
     return backend
 
 

@@ -64,13 +64,13 @@ class EmbedOptions:
 
 
 class TextEncoder(Protocol):
-    """What makes embeddings; `Encoder` does."""
+    """What makes embeddings; `Encoder` does. What `tokenize` gives for a text has a length, which counts its tokens."""
 
     width: int
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def tokenize(self, texts: Sequence[str]) -> Sequence[Any]: ...
 
-    def embed(self, ids: Sequence[Sequence[int]]) -> Tensor: ...
+    def embed(self, ids: Sequence[Any]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -226,10 +226,10 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _TokenizedText:
-    """A text by its ids; the text itself may be long, and is not held."""
+    """A text by its tokens; the text itself may be long, and is not held."""
 
     identity: bytes
-    ids: list[int]
+    ids: Any
     bytes_read: int
 
 

@@ -1,7 +1,8 @@
 """What a folder says of how its model makes one vector of a text.
 
 The folder is what sentence-transformers or transformers saved. It is read strictly: what sentence-transformers
-would follow and this does not know is refused by name, so that an embedding is the same as theirs or an error.
+would follow and this does not know raises `NotPlain` by name, so that an embedding is the same as theirs; such a folder
+is embedded by that library's own modules (`modules.py`).
 """
 
 from __future__ import annotations
@@ -32,9 +33,17 @@ _TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"
 _SENTENCE = "sentence_embedding"
 _WEIGHTS = (".safetensors", ".bin")
 _CONFIGS = (".json", ".txt", ".model", ".jinja")  # vocabularies and merges are among them
+_PAGES = (".md", ".png", ".jpg", ".jpeg", ".svg", ".gif")
+_ELSEWHERE = ("onnx", "openvino")
 _CHUNK = 1 << 20
+TASKS = {"query": ("query",), "document": ("document", "passage", "corpus")}  # and the names of their prompts
+_READ = {"max_seq_length", "do_lower_case", "unpad_inputs"}  # of a Transformer's options; the last changes no result
 # What may stand in the arguments of a loader without changing the result.
 _HARMLESS = {"attn_implementation", "trust_remote_code", "torch_dtype", "dtype"}
+
+
+class NotPlain(ValueError):
+    """A folder asks for what only sentence-transformers itself can follow."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +96,17 @@ class Recipe:
         if not (folder / "modules.json").exists():
             _check_transformer(folder, folder)
             return cls(folder, (folder,), pooling=_plain_pooling(folder), is_plain=True)
+        about = _about(folder)
         modules = [_Module.of(folder, entry) for entry in _json(folder / "modules.json", list)]
         unknown = [module.type for module in modules if not module.is_known]
         if unknown:
-            raise ValueError(
+            raise NotPlain(
                 f"{folder} has modules that weft embed does not know: {', '.join(unknown)}; "
                 f"it knows sentence-transformers' {', '.join(_KNOWN)}"
             )
         first, pooling, *rest = _in_order(folder, modules)
         _check_transformer(folder, first.folder)
         options = _transformer_options(first.folder)
-        about = _about(folder)
         folders = dict.fromkeys([folder, *(module.folder for module in modules if module.folder.is_dir())])
         return cls(
             first.folder, tuple(folders), options.get("max_seq_length") or None, bool(options.get("do_lower_case")),
@@ -105,24 +114,6 @@ class Recipe:
             tuple(_dense(m.folder) if m.kind == "Dense" else _normalize(m.folder) for m in rest),
             about.get("truncate_dim"), _prompts(about), about.get("default_prompt_name"),
         )  # fmt: skip
-
-    def prompt(self, prompt: str | None, name: str | None) -> str:
-        """What is put before each text: what is asked for, or the folder's default."""
-        if prompt is not None and name is not None:
-            raise ValueError(f"got the prompt {prompt!r} and the prompt's name {name!r}, expected one of them")
-        if prompt is not None:
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"got the prompt {prompt!r}, which is not UTF-8") from error
-            return prompt
-        name = self.default_prompt if name is None else name
-        if name is None:
-            return ""
-        if name not in self.prompts:
-            named = ", ".join(map(repr, self.prompts)) or "none"
-            raise ValueError(f"got the name of a prompt {name!r}, expected one of the model's: {named}")
-        return self.prompts[name]
 
     def identity(self) -> dict[str, str]:
         """Hashes of the files that the model is loaded from. Weights are read in full, about a second for each GB."""
@@ -133,14 +124,61 @@ class Recipe:
         }
 
 
-def _hash(files: Iterable[Path]) -> str:
+@dataclass(frozen=True)
+class Wish:
+    """What a user wants put before each text: a `prompt`, or one of the folder's by its `name`, or that of a `task`,
+    "query" or "document", as sentence-transformers' encode_query and encode_document take it."""
+
+    prompt: str | None = None
+    name: str | None = None
+    task: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt is not None and self.name is not None:
+            raise ValueError(
+                f"got the prompt {self.prompt!r} and the prompt's name {self.name!r}, expected one of them"
+            )
+        if self.task not in (None, *TASKS):
+            raise ValueError(f"got the task {self.task!r}, expected {' or '.join(TASKS)}")
+        try:
+            (self.prompt or "").encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"got the prompt {self.prompt!r}, which is not UTF-8") from error
+
+    def of(self, prompts: dict[str, str], default: str | None) -> str:
+        """The prompt, of a folder that has these, of which `default` is used where nothing is asked for."""
+        if self.prompt is not None:
+            return self.prompt
+        by_task = next((name for name in TASKS.get(self.task or "", ()) if name in prompts), default)
+        name = by_task if self.name is None else self.name
+        if name is None:
+            return ""
+        if name not in prompts:
+            named = ", ".join(map(repr, prompts)) or "none"
+            raise ValueError(f"got the name of a prompt {name!r}, expected one of the model's: {named}")
+        return prompts[name] or ""
+
+
+def identity_of_all(folder: Path) -> dict[str, str]:
+    """As `Recipe.identity`, of a folder of which any file may belong to a module: all but pages, hidden files and what
+    other programs compute with."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in _PAGES]
+    files = [p for p in files if not any(part.startswith((".", *_ELSEWHERE)) for part in p.relative_to(folder).parts)]
+    return {
+        "weights": _hash((path for path in files if path.suffix in _WEIGHTS), folder),
+        "config": _hash((path for path in files if path.suffix not in _WEIGHTS), folder),
+    }
+
+
+def _hash(files: Iterable[Path], inside: Path | None = None) -> str:
     whole = hashlib.sha256()
     for path in files:
         content = hashlib.sha256()
         with open(path, "rb", buffering=0) as file:
             while data := file.read(_CHUNK):
                 content.update(data)
-        whole.update(f"{path.name}\0{content.hexdigest()}\0".encode())
+        name = path.name if inside is None else path.relative_to(inside)
+        whole.update(f"{name}\0{content.hexdigest()}\0".encode())
     return whole.hexdigest()
 
 
@@ -177,13 +215,13 @@ def _in_order(folder: Path, modules: list[_Module]) -> list[_Module]:
     kinds = [module.kind for module in modules]
     got = f"{folder} has the modules {', '.join(kinds) or 'none'}"
     if kinds[:1] != ["Transformer"] or kinds.count("Transformer") > 1:
-        raise ValueError(f"{got}; expected one Transformer, which comes first")
+        raise NotPlain(f"{got}; expected one Transformer, which comes first")
     if "Pooling" not in kinds:
         raise ValueError(f"{got} and no Pooling, so there is one vector for each token; weft embed writes one a text")
     if kinds[1] != "Pooling":
-        raise ValueError(f"{got}: {kinds[1]} stands before Pooling; expected Transformer, Pooling and then the rest")
+        raise NotPlain(f"{got}: {kinds[1]} stands before Pooling; expected Transformer, Pooling and then the rest")
     if kinds.count("Pooling") > 1:
-        raise ValueError(f"{got}; expected one Pooling")
+        raise NotPlain(f"{got}; expected one Pooling")
     return modules
 
 
@@ -237,11 +275,14 @@ def _transformer_options(folder: Path) -> dict[str, Any]:
     for name, value in expected.items():
         given = options.get(name) or value
         if given != value:
-            raise ValueError(f"{path}: {name} = {given!r} is not supported by weft embed, expected {value!r}")
+            raise NotPlain(f"{path}: {name} = {given!r} is not supported by weft embed, expected {value!r}")
+    for name in sorted(set(options) - {*expected, *_READ, "model_args", "model_kwargs"}):
+        if options[name] is not None:
+            raise NotPlain(f"{path}: {name} = {options[name]!r} is not known to weft embed")
     for name in ("model_args", "model_kwargs"):
         unknown = sorted(set(options.get(name) or {}) - _HARMLESS)
         if unknown:
-            raise ValueError(f"{path}: {name} with {', '.join(unknown)} is not supported by weft embed")
+            raise NotPlain(f"{path}: {name} with {', '.join(unknown)} is not supported by weft embed")
     return options
 
 
@@ -268,7 +309,8 @@ def _dense(folder: Path) -> DenseRecipe:
     named = str(config.get("activation_function") or "torch.nn.modules.activation.Tanh")
     module, _, activation = named.rpartition(".")
     if not module.startswith("torch.nn") or activation not in ACTIVATIONS:
-        raise ValueError(f"{path}: got the activation {named}, expected torch.nn's {', '.join(ACTIVATIONS)}")
+        kind = NotPlain if module.startswith("torch.") else ValueError  # theirs would take Tanh for an unknown one
+        raise kind(f"{path}: got the activation {named}, expected torch.nn's {', '.join(ACTIVATIONS)}")
     try:
         inputs, outputs = int(config["in_features"]), int(config["out_features"])
     except (KeyError, TypeError, ValueError) as error:
@@ -285,10 +327,17 @@ def _check_names(path: Path, config: dict[str, Any]) -> None:
     for name in ("module_input_name", "module_output_name"):
         given = config.get(name) or _SENTENCE
         if given != _SENTENCE:
-            raise ValueError(f"{path}: {name} = {given!r} is not supported by weft embed, expected {_SENTENCE!r}")
+            raise NotPlain(f"{path}: {name} = {given!r} is not supported by weft embed, expected {_SENTENCE!r}")
 
 
 # ---- config_sentence_transformers.json -------------------------------------------------------------------------------
+
+
+_OTHERS = {
+    "CrossEncoder": "to score pairs of texts, weft.pack(CrossEncoder(folder)).predict(pairs)",
+    "SparseEncoder": "for its sparse vectors, weft.pack(SparseEncoder(folder)).encode(texts)",
+    "MultiVectorEncoder": "for a vector for each token, weft.pack(MultiVectorEncoder(folder)).encode_document(texts)",
+}
 
 
 def _about(folder: Path) -> dict[str, Any]:
@@ -296,7 +345,8 @@ def _about(folder: Path) -> dict[str, Any]:
     about = _json(path, dict)
     kind = about.get("model_type", "SentenceTransformer")
     if kind != "SentenceTransformer":
-        raise ValueError(f"{folder} holds a {kind}; weft embed takes a SentenceTransformer")
+        remedy = _OTHERS.get(kind, "load it by the library that saved it")
+        raise ValueError(f"{folder} holds a {kind}, and weft embed writes one dense vector a text; {remedy}")
     default = about.get("default_prompt_name")
     if default is not None and default not in _prompts(about):
         raise ValueError(f"{path}: the default_prompt_name is {default!r}, which is none of its prompts")

@@ -1,0 +1,223 @@
+"""Texts to embeddings by sentence-transformers' own modules, with its transformers packed: for folders that hold more
+than `recipe.py` knows. Importing that library takes seconds, so it is done only here.
+
+A text is tokenized alone. Of a batch, only the transformer is called at once; what comes behind it runs text by text,
+by one thread, since torch's matmuls and sums give other bits in other batches. So an embedding has the same bits alone
+and in any batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft._torch import own_modules, shallow_copy
+from weft.jobs.embed.encoder import DTYPES, Encoder, check_complete, check_positions
+from weft.jobs.embed.recipe import NotPlain, Wish, identity_of_all
+from weft.models.twin import Twin
+from weft.packed.api import pack
+
+_BY_TOKEN = {"input_ids", "attention_mask", "token_type_ids"}
+_OF_ALL = {"modality", "prompt_length", "task"}
+
+
+def open_encoder(folder: Path, **options: Any) -> Encoder | ModuleEncoder:
+    """An `Encoder` where the folder is plain, else a `ModuleEncoder`; `options` are those of both."""
+    try:
+        return Encoder(folder, **options)
+    except NotPlain as why:
+        return ModuleEncoder(folder, why=str(why), **options)
+
+
+@dataclass(frozen=True, eq=False)
+class TextFeatures:
+    """What their modules make of one text before its transformer, by name; as long as its tokens."""
+
+    content: dict[str, Any]
+
+    def __len__(self) -> int:
+        mask, ids = self.content.get("attention_mask"), self.content.get("input_ids")
+        if isinstance(mask, Tensor):
+            return int(mask.sum())
+        return ids.numel() if isinstance(ids, Tensor) else 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it can be put side by side with others: nothing but ids, their mask and types, [1, length] each."""
+        mask = self.content.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or set(self.content) - _BY_TOKEN - _OF_ALL:
+            return False
+        return bool((mask == 1).all()) and all(
+            self.content[n].shape == mask.shape for n in _BY_TOKEN & set(self.content)
+        )
+
+
+class ModuleEncoder:
+    """A model that embeds texts as `SentenceTransformer(folder).encode` does, whatever modules it has.
+
+    The options are those of `Encoder`; a `task`, "query" or "document", also chooses the route of a model that has
+    several. `why` says what makes this necessary.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_length: int | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        task: str | None = None,
+        dtype: str | None = None,
+        why: str = "",
+    ) -> None:
+        wish = Wish(prompt, prompt_name, task)
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"got the dtype {dtype}, expected {' or '.join(DTYPES)}")
+        self._folder = folder
+        model = _load(folder, dtype, why)
+        self.prompt = wish.of(model.prompts, model.default_prompt_name)
+        self._kwargs = {} if task is None else {"task": task}
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self._truncate: int | None = model.truncate_dim
+        has_transformer = any(map(_is_transformer, model.modules()))
+        self._first, self._rest = _cut(pack(model) if has_transformer else model, task)
+        self.max_length = self._limit(max_length)
+        self.width = int(self.embed(self.tokenize(["a"])).shape[1])
+
+    def _limit(self, asked: int | None) -> int | None:
+        """Tokens of a text, None for no limit; set where it is asked for."""
+        if asked is not None:
+            if asked < 1:
+                raise ValueError(f"got at most {asked} tokens a text, expected at least 1")
+            try:
+                self._first.max_seq_length = asked
+            except AttributeError as error:
+                kind = type(next(self._first.children())).__name__
+                raise ValueError(f"a {kind} takes a text of any length; leave --max-length out") from error
+        limit = self._first.max_seq_length
+        limit = None if limit is None or limit == math.inf else int(limit)
+        for transformer in filter(_is_transformer, self._first.modules()):
+            check_positions(limit or 0, transformer)
+        return limit
+
+    def identity(self) -> dict[str, Any]:
+        """What makes its embeddings these and no others: the content of the folder, the library, and the options."""
+        from sentence_transformers import __version__
+
+        options = {"prompt": self.prompt, "max_length": self.max_length, "dtype": self.dtype}
+        return {"model": identity_of_all(self._folder), **options, **self._kwargs, "sentence_transformers": __version__}
+
+    def tokenize(self, texts: Sequence[str]) -> list[TextFeatures]:
+        """What each text is to the first module, prompt and special tokens included."""
+        prompt = self.prompt or None
+        return [TextFeatures(self._first.preprocess([text], prompt=prompt, **self._kwargs)) for text in texts]
+
+    @torch.inference_mode()
+    def embed(self, ids: Sequence[TextFeatures]) -> Tensor:
+        """float32 [texts, width] of what `tokenize` gave."""
+        if not ids:
+            return torch.zeros(0, self.width)
+        is_packed = isinstance(next(self._first.children()), Twin)
+        if is_packed and all(text.is_plain for text in ids):
+            rows = self._together(ids)
+        else:
+            rows = [self._first(dict(text.content), **self._kwargs) for text in ids]
+        with _one_thread():
+            return torch.cat([self._finished(row) for row in rows])
+
+    def _together(self, texts: Sequence[TextFeatures]) -> list[dict[str, Any]]:
+        """What the transformer makes of each text, called once."""
+        lengths = [len(text) for text in texts]
+        longest = max(lengths) or 1
+        features = dict(texts[0].content)
+        for name in _BY_TOKEN & set(features):
+            padded = [
+                F.pad(text.content[name].long(), (0, longest - n)) for text, n in zip(texts, lengths, strict=True)
+            ]
+            features[name] = torch.cat(padded)
+        out: dict[str, Any] = self._first(features, **self._kwargs)
+        return [_row(out, i, n, (len(texts), longest)) for i, n in enumerate(lengths)]
+
+    def _finished(self, features: dict[str, Any]) -> Tensor:
+        out = self._rest(features, **self._kwargs) if len(self._rest) else features
+        found = out.get("sentence_embedding")
+        if not isinstance(found, Tensor) or found.dim() != 2:
+            raise ValueError(
+                f"{self._folder} gives {', '.join(out)}, and no sentence_embedding: weft embed writes one a text"
+            )
+        return found[:, : self._truncate].float()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch's matmuls give other bits by other numbers of threads; packed transformers do not."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _load(folder: Path, dtype: str | None, why: str) -> Any:
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ImportError(f"{why}; sentence-transformers can: pip install sentence-transformers") from error
+    options = {} if dtype is None else {"dtype": DTYPES[dtype]}
+    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True, model_kwargs=options).eval()
+    if model.dtype not in (None, *DTYPES.values()):  # again, since modules behind the transformer were rounded, too
+        return _load(folder, "float32", why)
+    for module in model.modules():
+        if _is_transformer(module):
+            loaded = {name: getattr(p, "_is_hf_initialized", False) for name, p in module.named_parameters()}
+            if loaded and not any(loaded.values()):
+                raise ValueError(f"{folder}: this transformers does not say which weights were in the files")
+            check_complete(folder, module, [name for name, was_there in loaded.items() if not was_there])
+    return model
+
+
+def _is_transformer(module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
+def _cut(model: Any, task: str | None) -> tuple[Any, Any]:
+    """The model with its first module only, and with those behind it; of a Router, those of the route of a text."""
+    modules = dict(own_modules(model))
+    name, first = next(iter(modules.items()))
+    routes: Any = getattr(first, "sub_modules", None)
+    if routes is not None and hasattr(first, "_resolve_route"):
+        route: Any = first
+        chosen = {f"{name}.{i}": m for i, m in enumerate(routes[route._resolve_route(task=task, modality="text")])}
+        modules = {**chosen, **{n: m for n, m in modules.items() if n != name}}
+    names = list(modules)
+    parts = shallow_copy(model), shallow_copy(model)
+    for part, kept in zip(parts, (names[:1], names[1:]), strict=True):
+        own_modules(part).clear()
+        own_modules(part).update((n, modules[n]) for n in kept)
+    return parts
+
+
+def _row(features: dict[str, Any], index: int, length: int, shape: tuple[int, int]) -> dict[str, Any]:
+    """The features of one text, without padding; one masked column stands for a text without tokens."""
+
+    def cut(name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(cut(name, one) for one in value)
+        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != shape[0]:
+            return value
+        row = value[index : index + 1]
+        by_token = value.dim() > 1 and value.shape[1] == shape[1] and name != "sentence_embedding"
+        return (row[:, : max(length, 1)] if by_token else row).clone()  # where a batch has it, bits may differ
+
+    return {name: cut(name, value) for name, value in features.items()}

@@ -1,0 +1,155 @@
+"""Models of sentence-transformers: each transformer inside is packed, wherever it is; everything else stays theirs.
+
+A packed model is a copy of the modules around the transformers, with the same parameters under the same names: it
+embeds, scores, trains and is saved by sentence-transformers' own code. The library itself is not imported here: who has
+such a model has imported it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from weft._torch import own_modules, shallow_copy
+from weft.errors import Unsupported
+from weft.models.twin import Twin, plain_of, twin_of
+
+MODELS = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
+_HOME = "sentence_transformers"
+_CONTAINERS = (nn.Sequential, nn.ModuleDict, nn.ModuleList)
+# Modules of the library that compute each token by itself, or by the mask: they read nothing of padding. Not so CNN,
+# whose windows reach into it.
+_READ_NO_PADDING = frozenset(
+    {
+        "Transformer", "MLMTransformer", "Router", "Asym", "Pooling", "Dense", "Normalize", "Dropout", "LayerNorm",
+        "WeightedLayerPooling", "WordWeights", "SpladePooling", "SparseAutoEncoder", "SparseStaticEmbedding",
+        "StaticEmbedding", "WordEmbeddings", "BoW", "MultiVectorMask", "BaseTokenPooling", "LogitScore",
+    }
+)  # fmt: skip
+# What modules have made of features: some losses call a model twice with the same ones.
+_MADE = frozenset(
+    {
+        "token_embeddings", "sentence_embedding", "all_layer_embeddings", "cls_token_embeddings", "token_weights_sum",
+        "scores", "causal_logits",
+    }
+)  # fmt: skip
+_OWN = {"processor", "tokenizer", "input_formatter", "_prompt_length_mapping"}  # of a Transformer: its twin has others
+
+
+def is_library_model(model: nn.Module) -> bool:
+    """Whether this is one of sentence-transformers' models, or of a class made from one."""
+    return any(kind.__name__ in MODELS and _is_theirs(kind) for kind in type(model).__mro__)
+
+
+def pack_library_model(model: Any, pack_one: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """The packed twin; `pack_one` packs a transformer of Hugging Face."""
+    copies = _Copies(pack_one)
+    twin: Any = copies.of(model, type(model).__name__)
+    if not copies.packed:
+        raise Unsupported(
+            f"this {type(model).__name__} has no transformer inside, so nothing of it pads; use it as it is"
+        )
+    for name in ("prompts", "_model_card_vars", "model_card_data"):
+        if name in twin.__dict__:
+            twin.__dict__[name] = copy.copy(twin.__dict__[name])
+    card = twin.__dict__.get("model_card_data")
+    if getattr(card, "model", None) is model:
+        card.model = twin
+    return twin  # type: ignore[no-any-return]
+
+
+class _Copies:
+    """Copies of modules down to the transformers, which are packed. What is in two places is so in the copy, too."""
+
+    def __init__(self, pack_one: Callable[[nn.Module], nn.Module]) -> None:
+        self._pack_one = pack_one
+        self._made: dict[int, nn.Module] = {}
+        self.packed = 0
+
+    def of(self, module: nn.Module, path: str) -> nn.Module:
+        if id(module) not in self._made:
+            self._made[id(module)] = self._new(module, path)
+        return self._made[id(module)]
+
+    def _new(self, module: nn.Module, path: str) -> nn.Module:
+        if _is_transformer(module):
+            self.packed += 1
+            return self._pack_one(module)
+        _check(module, path)
+        holds = any(map(_is_transformer, module.children())) and not is_library_model(module)
+        made = _transformer_twin(module) if holds else shallow_copy(module)
+        made.__dict__.pop("forward", None)  # its own, which some losses leave behind, bound to the original
+        if not any(map(_is_transformer, module.modules())):
+            return made
+        for name, child in own_modules(module).items():
+            own_modules(made)[name] = None if child is None else self.of(child, f"{path}.{name}")
+        return made
+
+
+def _check(module: nn.Module, path: str) -> None:
+    """Raises where a module may read what a packed transformer does not compute."""
+    kind = type(module)
+    if isinstance(module, Twin):
+        raise Unsupported(f"{path} is packed or parallel already; use it as it is")
+    if getattr(module, "backend", "torch") != "torch":
+        raise Unsupported(f"{path} computes by {module.backend}, which cannot be packed; load it with backend='torch'")
+    known = any(base.__name__ in (*MODELS, *_READ_NO_PADDING) and _is_theirs(base) for base in kind.__mro__)
+    patched = module.__dict__.get("forward")
+    is_patched = patched is not None and getattr(patched, "__func__", None) is not kind.forward
+    is_own = known and not is_patched and _is_theirs(kind.forward)
+    if not is_own and kind not in _CONTAINERS:
+        raise Unsupported(
+            f"{path} is a {kind.__module__}.{kind.__name__}, which is not known to leave padding alone, and padding is "
+            f"never computed; known are sentence-transformers' {', '.join(sorted(_READ_NO_PADDING))}. If it does, pack "
+            f"the transformer alone: model[0].model = weft.pack(model[0].model)"
+        )
+
+
+def _transformer_twin(module: nn.Module) -> nn.Module:
+    """Of a Transformer: with a tokenizer of its own, so that a length that is set here is set here only."""
+    twin: Any = twin_of(module, PackedTransformer, {"_weft": None})
+    for name in _OWN & set(twin.__dict__):
+        twin.__dict__[name] = copy.copy(twin.__dict__[name])
+    formatter = twin.__dict__.get("input_formatter")
+    if hasattr(formatter, "processor"):
+        formatter.processor = twin.processor
+    return twin  # type: ignore[no-any-return]
+
+
+class PackedTransformer(Twin):
+    """Mixed into the module of sentence-transformers that calls a transformer of Hugging Face."""
+
+    _weft: None
+
+    def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        self.weft_check()
+        module: Any = self
+        features: dict[str, Any] = arguments["features"]
+        if _reads_masked(features):
+            module = shallow_copy(module)
+            for name, child in module.named_children():
+                own_modules(module)[name] = plain_of(child) if isinstance(child, Twin) else child
+        given = {name: value for name, value in features.items() if name not in _MADE}
+        features.update(original(module, **{**arguments, "features": given}))
+        return features
+
+
+def _reads_masked(features: dict[str, Any]) -> bool:
+    """Whether states of tokens that the mask hides are asked for: ColBERT's queries are filled up with tokens that see
+    the query and that nobody sees. Such a batch has one length, or nearly so: the model's own code computes it."""
+    filled, mask = features.get("query_expansion_positions"), features.get("attention_mask")
+    if not isinstance(filled, Tensor) or not isinstance(mask, Tensor):
+        return False
+    return bool((filled.bool() & (mask == 0)).any())
+
+
+def _is_transformer(module: nn.Module) -> bool:
+    return any(kind.__module__ == "transformers.modeling_utils" for kind in type(module).__mro__)
+
+
+def _is_theirs(what: Any) -> bool:
+    """Of a class or a function."""
+    return str(what.__module__).split(".")[0] == _HOME
