@@ -24,7 +24,7 @@ from weft.kernels.door import offsets_at
 from weft.models.families import FAMILIES, family_of
 from weft.models.family import Family, HeadKind
 from weft.models.spec import ModelSpec
-from weft.packed.batch import positions_of
+from weft.packed.boundaries import positions_of
 from weft.packed.engine import AttentionDropout
 from weft.packed.inputs import checked_index
 from weft.parallel.cut import cuts
