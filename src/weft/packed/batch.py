@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -189,6 +189,10 @@ class PackedBatch:
             rows = torch.arange(shape[0], device=lengths.device)
             index = rows.repeat_interleave(lengths, output_size=tokens) * shape[1] + positions
         return cls._made(values, cu, positions, index, shape)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The sequences, one tensor [length, ...] each: `weft.generate` takes a batch for a list of prompts."""
+        return iter(self.to_list())
 
     @property
     def tokens(self) -> int:

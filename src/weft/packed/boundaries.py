@@ -133,8 +133,9 @@ def restarted(positions: Tensor, restarts: Restarts) -> Tensor:
         wanted = int(positions[row, 0]) if restarts.first is None else restarts.first
         raise Unsupported(
             f"position_ids restart inside of a text: token {column} of row {row} has position "
-            f"{int(positions[row, column])} after {int(positions[row, column - 1])}, but a text of this model begins at "
-            f"position {wanted}; let them restart there (position_ids_start of DataCollatorWithFlattening), or {_REMEDY}"
+            f"{int(positions[row, column])} after {int(positions[row, column - 1])}, but a text of this model begins "
+            f"at position {wanted}; let them restart there (position_ids_start of DataCollatorWithFlattening); "
+            f"{_REMEDY}"
         )
     return falls
 

@@ -20,7 +20,7 @@ from weft.errors import Unsupported
 from weft.models.family import Family, HeadKind, is_known_leaf
 from weft.models.modules import home_of, is_of
 from weft.models.spec import Transformer
-from weft.models.twin import Twin, twin_of
+from weft.models.twin import twin_of
 from weft.packed.batch import PackedBatch
 from weft.packed.boundaries import MARKS, Restarts, check_positions
 from weft.packed.engine import AttentionDropout, Engine, PackedEngine
@@ -40,9 +40,9 @@ from weft.packed.inputs import (
     is_flat,
     last_tokens,
     pack_inputs,
-    padded_arguments,
     packed_labels,
     packed_like,
+    padded_arguments,
     reject,
     returned,
     wants_states,
@@ -279,6 +279,11 @@ class PackedHead(AnyForm):
             first_tokens(batch.with_values(batch.positions[:, None].float()), name)
             check_columns(batch, torch.zeros(batch.padded_shape[0], dtype=torch.int64), name)
         if self._weft_head is HeadKind.LAST:
+            if batch.is_flattened:
+                raise Unsupported(
+                    f"{name} gives one result a row, but rows hold several texts here; pass them row by row, or as a "
+                    f"PackedBatch"
+                )
             check_columns(batch, last_tokens(batch, padded_ids, config.get_text_config().pad_token_id), name)
         if "logits_to_keep" in arguments and not ends_in_last_column(batch):
             raise Unsupported(

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from weft.errors import Unsupported
 from weft.kernels.attention import attention, dropout_seed
 from weft.kernels.cpu_attention import MAX_HEAD_DIM, Scoring
-from weft.packed.boundaries import Restarts, check_agreement, check_longest, marked_starts, restarted
+from weft.packed.boundaries import MARKS, Restarts, check_agreement, check_longest, marked_starts, restarted
 
 NAME = "weft"
 _MARK = -0x77656674  # a number that no mask holds
@@ -99,8 +99,13 @@ def registry_mask(
 ) -> Tensor:
     """The table of a call, as transformers' functions that make masks ask for it."""
     sight = _sight(mask_function, _Sight())
-    if sight.texts is None and attention_mask is None and q_length == kv_length:
-        sight = replace(sight, texts=_texts_of_call(batch_size, q_length, Restarts(every_step=sight.right == 0)))
+    masked = attention_mask is not None
+    positions = _positions_of_call(batch_size, q_length, masked=masked) if q_length == kv_length else None
+    if positions is not None and attention_mask is not None:
+        _check_one_text(positions, attention_mask != 0)
+    elif positions is not None and sight.texts is None:
+        starts = restarted(positions.expand(batch_size, -1), Restarts(every_step=sight.right == 0))
+        sight = replace(sight, texts=starts.to(torch.int64).cumsum(1)) if bool(starts.any()) else sight
     keys = torch.ones(batch_size, kv_length, dtype=torch.int64, device=device)
     if sight.texts is not None:
         keys = sight.texts.to(torch.int64).expand(batch_size, -1) + 1
@@ -111,7 +116,8 @@ def registry_mask(
     if attention_mask is not None:
         real = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length]
         keys = keys * F.pad(real, (0, kv_length - real.shape[1]))
-    is_self = sight.right == 0 or sight.left >= 0  # a window is over the tokens of the text itself
+    # A window is over the tokens of the text itself, and so are positions.
+    is_self = sight.right == 0 or sight.left >= 0 or sight.texts is not None
     queries = keys[:, first : first + q_length] if is_self else keys.new_ones(batch_size, q_length)
     if queries.shape[1] != q_length:
         raise Unsupported(f"{q_length} queries from key {first} on, but there are {kv_length} keys")
@@ -119,8 +125,8 @@ def registry_mask(
     return torch.cat([keys.new_tensor(head).expand(batch_size, _HEADER), queries, keys], 1)[:, None, None]
 
 
-def _texts_of_call(rows: int, columns: int, restarts: Restarts) -> Tensor | None:
-    """The numbers [B, S] of the texts that the `position_ids` of the model's call say; None where they say nothing.
+def _positions_of_call(rows: int, columns: int, *, masked: bool) -> Tensor | None:
+    """The `position_ids` [B or 1, S] of the model's call; None where there are none of this shape.
 
     Transformers hands these neither to the masks of encoders nor, with a cache, to those of decoders, and many layers
     do not get them either. Then a row of several texts would be computed as one, and nobody would know. So the mask
@@ -131,11 +137,23 @@ def _texts_of_call(rows: int, columns: int, restarts: Restarts) -> Tensor | None
         if frame.f_back is None:
             return None
         frame = frame.f_back
-    positions = frame.f_locals.get("position_ids")
+    positions, others = frame.f_locals.get("position_ids"), frame.f_locals.get("kwargs", {})
+    if masked and any(others.get(name) is not None for name in MARKS):  # layers get these, and compare
+        return None
     if not isinstance(positions, Tensor) or tuple(positions.shape) not in ((1, columns), (rows, columns)):
         return None
-    starts = restarted(positions.expand(rows, -1), restarts)
-    return starts.to(torch.int64).cumsum(1) if bool(starts.any()) else None
+    return positions
+
+
+def _check_one_text(positions: Tensor, real: Tensor) -> None:
+    """Raises where the positions of a row restart that a mask says is one text. Of several rows they say where padding
+    is, as well."""
+    if real.shape != positions.shape or real.shape[0] != 1 or not bool((positions[real].diff() <= 0).any()):
+        return
+    raise Unsupported(
+        "position_ids restart, so that the row holds several texts, and by its attention_mask it is one; leave the "
+        "attention_mask out"
+    )
 
 
 def _sight(function: Any, seen: _Sight) -> _Sight:
@@ -264,15 +282,12 @@ def _with_texts(table: Tensor, batch: int, length: int, keys: int, arguments: di
     numbers, restarts = table[:, _HEADER + keys :], Restarts(every_step=bool(table[0, 2] == 0))
     marks, positions = marked_starts((batch, length), arguments), arguments.get("position_ids")
     # Of several rows they say where padding is, and of images something else.
-    is_plain = batch == 1 and isinstance(positions, Tensor) and tuple(positions.shape) == (1, length)
+    if batch != 1 or not isinstance(positions, Tensor) or tuple(positions.shape) != (1, length):
+        positions = None
     starts = None if marks is None else marks[0]
-    if is_plain and bool(table[0, 4]) and marks is None:
-        if bool((positions[numbers > 0].diff() <= 0).any()):
-            raise Unsupported(
-                "position_ids restart, so that the row holds several texts, and by its attention_mask it is one; leave "
-                "the attention_mask out"
-            )
-    elif is_plain:
+    if positions is not None and bool(table[0, 4]) and marks is None:
+        _check_one_text(positions, numbers > 0)
+    elif positions is not None:
         found = restarted(positions, restarts)
         if starts is None:
             starts = found

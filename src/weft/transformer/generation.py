@@ -202,7 +202,7 @@ _PREFILL_TOKENS = 8192  # prompts are taken in together up to this many tokens
 
 def generate(
     model: Any,
-    prompts: Sequence[Sequence[int] | Tensor],
+    prompts: Iterable[Sequence[int] | Tensor] | Mapping[str, Any],
     *,
     max_new_tokens: int,
     temperature: float | None = None,
@@ -214,7 +214,7 @@ def generate(
     """The tokens that follow each prompt: lists of at most `max_new_tokens`, the same on every rank.
 
     model:     what `weft.parallelize` made of a Hugging Face decoder, or a `RankProgram`
-    prompts:   token numbers, a list or an int tensor [length] for each prompt; the same on all ranks
+    prompts:   token numbers, a list or tensor [length] each; a `PackedBatch`, nested, or a tokenizer's or collator's dict
     eos:       a token, or several, that ends a sequence; it is the last of its list. The model's own if None is given
                and its generation config has one; an empty collection for none
 
@@ -229,6 +229,7 @@ def generate(
         model = weft.parallelize(AutoModelForCausalLM.from_pretrained(...), mesh)
         weft.generate(model, [[1, 5, 9], [1, 7]], max_new_tokens=32)
     """
+    prompts = getattr(model, "weft_prompts", dict)(prompts) if isinstance(prompts, Mapping) else prompts
     Sampling(0.0 if temperature is None else temperature, top_k, top_p)  # raises, whatever model there is
     _check_number("max_new_tokens", max_new_tokens, lowest=0)
     _check_number("seed", seed)
