@@ -214,7 +214,7 @@ def generate(
     """The tokens that follow each prompt: lists of at most `max_new_tokens`, the same on every rank.
 
     model:     what `weft.parallelize` made of a Hugging Face decoder, or a `RankProgram`
-    prompts:   token numbers, a list or tensor [length] each; a `PackedBatch`, nested, or a tokenizer's or collator's dict
+    prompts:   token numbers, a list or tensor [length] each; a `PackedBatch`, nested, a tokenizer's or collator's dict
     eos:       a token, or several, that ends a sequence; it is the last of its list. The model's own if None is given
                and its generation config has one; an empty collection for none
 
