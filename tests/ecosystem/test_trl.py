@@ -1,0 +1,68 @@
+"""TRL's `SFTTrainer`: padding-free and packed, against the padded run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import PAD, ROWS, STEPS, arguments, built, keeping, same, sentences, tokenizer
+
+pytest.importorskip("trl", reason="the tests of TRL need the extra `ecosystem`, and Python 3.11")
+
+from datasets import Dataset  # noqa: E402
+from trl import SFTConfig, SFTTrainer  # noqa: E402
+
+import weft  # noqa: E402
+
+MODELS = {
+    "registry": lambda: built("Llama", "ForCausalLM", "weft"),
+    "packed": lambda: weft.pack(built("Llama", "ForCausalLM")),
+}
+
+
+def losses_of(model: Any, folder: Path, kind: type = SFTTrainer, texts: int = STEPS * ROWS, **options: Any) -> list[float]:
+    found: list[float] = []
+    data = Dataset.from_dict({"text": sentences(texts)})
+    settings = SFTConfig(**arguments(folder, dataset_text_field="text", max_length=64, **options))
+    trainer = keeping(kind, found)(model=model, args=settings, train_dataset=data, processing_class=tokenizer())
+    trainer.train()
+    return found
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses_of(built("Llama", "ForCausalLM"), tmp_path_factory.mktemp("stock"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_padding_free(model: str, padding_free: bool, stock: list[float], tmp_path: Path) -> None:
+    weft.register_attention()
+    same(losses_of(MODELS[model](), tmp_path, padding_free=padding_free), stock)
+
+
+class Apart(SFTTrainer):
+    """Takes the texts of a flattened row apart and pads them: what a packed row must cost, by stock code alone."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **rest: Any) -> Any:
+        lengths = inputs["cu_seq_lens_q"].diff().tolist()
+        assert len(lengths) > ROWS  # several texts in a row, as packing wants it
+
+        def rows(name: str, fill: int) -> torch.Tensor:
+            parts = inputs[name][0].split(lengths)
+            return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=fill)
+
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones(n) for n in lengths], batch_first=True).long()
+        padded = {"input_ids": rows("input_ids", PAD), "labels": rows("labels", -100), "attention_mask": mask}
+        return super().compute_loss(model, padded, *args, **rest)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_packing(model: str, tmp_path: Path) -> None:
+    """Rows that TRL fills with texts, best fit first; against the same texts of each batch, apart and padded."""
+    weft.register_attention()
+    options = {"packing": True, "texts": 10 * STEPS * ROWS}
+    want = losses_of(built("Llama", "ForCausalLM", "eager"), tmp_path / "stock", Apart, **options)
+    same(losses_of(MODELS[model](), tmp_path / "weft", **options), want)
