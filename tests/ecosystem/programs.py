@@ -7,7 +7,6 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything asks for it; tests need no network
 
-import copy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -62,21 +61,14 @@ def built(name: str, head: str, attention: str = "sdpa", **options: Any) -> Any:
     return getattr(transformers, f"{name}{head}")(config)
 
 
-class Losses(transformers.TrainerCallback):
-    """The loss of every step, unrounded."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-
 def keeping(kind: type, losses: list[float]) -> type:
-    """A trainer that keeps the loss of every step."""
+    """A trainer that keeps the loss of every step, unrounded."""
 
     class Keeping(kind):  # type: ignore[misc, valid-type]
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any) -> Any:
-            out = super().compute_loss(model, inputs, return_outputs=True, **rest)
-            losses.append(float(out[0].detach()))
-            return out if return_outputs else out[0]
+            out = super().compute_loss(model, inputs, return_outputs=return_outputs, **rest)
+            losses.append(float((out[0] if return_outputs else out).detach()))
+            return out
 
     return Keeping
 
@@ -94,7 +86,3 @@ def same(got: list[float], want: list[float]) -> None:
     assert len(got) == len(want) == STEPS
     assert got == pytest.approx(want, abs=CLOSE)
     assert abs(want[0] - want[-1]) > 100 * CLOSE  # it has learned something: the steps were made
-
-
-def copied(model: Any) -> Any:
-    return copy.deepcopy(model)

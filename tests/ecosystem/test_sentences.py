@@ -11,6 +11,7 @@ import torch
 from programs import NO_DROPOUT, ROWS, STEPS, arguments, built, keeping, same, sentences, tokenizer
 
 st = pytest.importorskip("sentence_transformers")
+pytest.importorskip("datasets", reason="these tests need the extra `ecosystem`")
 
 import weft  # noqa: E402
 
@@ -45,21 +46,22 @@ def losses_of(model: Any, folder: Path) -> list[float]:
     return found
 
 
-def test_training(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("datasets", reason="SentenceTransformerTrainer needs the extra `ecosystem`")
+def test_training(folder: Path, tmp_path: Path, by_registry: list[int]) -> None:
     weft.register_attention()
     want = losses_of(loaded(folder), tmp_path / "stock")
     same(losses_of(weft.pack(loaded(folder)), tmp_path / "packed"), want)
+    assert not by_registry
     registry = loaded(folder, model_kwargs={"attn_implementation": "weft"})
     same(losses_of(registry, tmp_path / "registry"), want)
+    assert by_registry
 
 
 @pytest.mark.parametrize("how", ["packed", "registry"])
-def test_the_vectors_of_a_real_model(how: str) -> None:
+def test_the_vectors_of_a_real_model(how: str, by_registry: list[int]) -> None:
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None, f"pip install {PACKAGE}"
     assert spec.origin is not None
-    where = next(Path(spec.origin).parent.rglob("modules.json")).parent
+    where = Path(spec.origin).parent / "model"
     texts = ["Nobody expects the weft.", "a", "", *sentences(20), "A longer sentence, that goes on and on. " * 12]
     model = st.SentenceTransformer(str(where), device="cpu")
     want = model.encode(texts, convert_to_tensor=True, batch_size=8)
@@ -69,4 +71,5 @@ def test_the_vectors_of_a_real_model(how: str) -> None:
         weft.register_attention()
         other = st.SentenceTransformer(str(where), device="cpu", model_kwargs={"attn_implementation": "weft"})
     got = other.encode(texts, convert_to_tensor=True, batch_size=8)
+    assert bool(by_registry) == (how == "registry")
     assert float(torch.nn.functional.cosine_similarity(got, want).min()) > 0.99999

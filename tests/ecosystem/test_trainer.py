@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import arguments, built, examples, keeping, same
+
+pytest.importorskip("datasets", reason="these tests need the extra `ecosystem`")
+
+from programs import NO_DROPOUT, PAD, arguments, built, examples, keeping, same, tokenizer
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import weft
-
-from programs import NO_DROPOUT, PAD, tokenizer  # isort: skip
+from weft.packed.huggingface import PackedHead
 
 
 def losses_of(model: Any, collator: Any, folder: Path, **options: Any) -> list[float]:
@@ -50,18 +52,24 @@ RUNS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_decoder(run: str, stock: list[float], tmp_path: Path) -> None:
+def test_a_decoder(run: str, stock: list[float], tmp_path: Path, by_registry: list[int]) -> None:
     weft.register_attention()
-    model, collator, options = RUNS[run]
-    same(losses_of(model(), collator(), tmp_path, **options), stock)
+    make, collator, options = RUNS[run]
+    model = make()
+    same(losses_of(model, collator(), tmp_path, **options), stock)
+    assert bool(by_registry) != isinstance(model, PackedHead)
 
 
 @pytest.mark.parametrize(("family", "first"), [("Bert", 0), ("Roberta", PAD + 1), ("ModernBert", 0)])
-def test_an_encoder_with_a_masked_language_head(family: str, first: int, tmp_path: Path) -> None:
+def test_an_encoder_with_a_masked_language_head(
+    family: str, first: int, tmp_path: Path, by_registry: list[int]
+) -> None:
     """Whose rows transformers itself would mix."""
     options = {"cls_token_id": 2, "sep_token_id": 3, "local_attention": 8} if family == "ModernBert" else NO_DROPOUT
     want = losses_of(built(family, "ForMaskedLM", **options), padding(), tmp_path / "stock")
     flat = DataCollatorWithFlattening(position_ids_start=first)
     same(losses_of(weft.pack(built(family, "ForMaskedLM", **options)), flat, tmp_path / "packed"), want)
+    assert not by_registry
     weft.register_attention()
     same(losses_of(built(family, "ForMaskedLM", "weft", **options), flat, tmp_path / "registry"), want)
+    assert by_registry

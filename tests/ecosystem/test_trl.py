@@ -11,10 +11,10 @@ from programs import PAD, ROWS, STEPS, arguments, built, keeping, same, sentence
 
 pytest.importorskip("trl", reason="the tests of TRL need the extra `ecosystem`, and Python 3.11")
 
-from datasets import Dataset  # noqa: E402
-from trl import SFTConfig, SFTTrainer  # noqa: E402
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
 
-import weft  # noqa: E402
+import weft
 
 MODELS = {
     "registry": lambda: built("Llama", "ForCausalLM", "weft"),
@@ -22,10 +22,11 @@ MODELS = {
 }
 
 
-def losses_of(model: Any, folder: Path, kind: type = SFTTrainer, texts: int = STEPS * ROWS, **options: Any) -> list[float]:
+def losses_of(model: Any, folder: Path, kind: type = SFTTrainer, **options: Any) -> list[float]:
     found: list[float] = []
+    texts = options.pop("texts", STEPS * ROWS)
     data = Dataset.from_dict({"text": sentences(texts)})
-    settings = SFTConfig(**arguments(folder, dataset_text_field="text", max_length=64, **options))
+    settings = SFTConfig(**arguments(folder, dataset_text_field="text", **{"max_length": None, **options}))
     trainer = keeping(kind, found)(model=model, args=settings, train_dataset=data, processing_class=tokenizer())
     trainer.train()
     return found
@@ -38,9 +39,12 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("padding_free", [True, False])
-def test_padding_free(model: str, padding_free: bool, stock: list[float], tmp_path: Path) -> None:
+def test_padding_free(
+    model: str, padding_free: bool, stock: list[float], tmp_path: Path, by_registry: list[int]
+) -> None:
     weft.register_attention()
     same(losses_of(MODELS[model](), tmp_path, padding_free=padding_free), stock)
+    assert bool(by_registry) == (model == "registry")
 
 
 class Apart(SFTTrainer):
@@ -60,9 +64,11 @@ class Apart(SFTTrainer):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_packing(model: str, tmp_path: Path) -> None:
+def test_packing(model: str, tmp_path: Path, by_registry: list[int]) -> None:
     """Rows that TRL fills with texts, best fit first; against the same texts of each batch, apart and padded."""
     weft.register_attention()
-    options = {"packing": True, "texts": 10 * STEPS * ROWS}
+    options = {"packing": True, "max_length": 64, "texts": 10 * STEPS * ROWS}
     want = losses_of(built("Llama", "ForCausalLM", "eager"), tmp_path / "stock", Apart, **options)
+    assert not by_registry
     same(losses_of(MODELS[model](), tmp_path / "weft", **options), want)
+    assert bool(by_registry) == (model == "registry")
