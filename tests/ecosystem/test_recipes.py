@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from programs import built, sentences, tokenizer
 
@@ -23,9 +24,10 @@ def test_a_recipe(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     built("Llama", "ForCausalLM").save_pretrained("model")
     tokenizer().save_pretrained("model")
     known = {"weft": weft, "transformers": transformers, "folder": "model", "lines": sentences(24)}
+    known |= {"llama": built("Llama", "ForCausalLM"), "texts": [torch.arange(6, 6 + n) for n in (31, 7, 12)]}
     exec(compile(code, str(PAGE), "exec"), known)
     assert known["trainer"].state.global_step > 0
 
 
 def test_there_is_a_recipe() -> None:
-    assert MARKED.findall(PAGE.read_text(encoding="utf-8"))
+    assert len(MARKED.findall(PAGE.read_text(encoding="utf-8"))) == 2

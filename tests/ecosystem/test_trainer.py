@@ -1,4 +1,4 @@
-"""transformers' `Trainer`: a padded run of the stock model, and the same texts flattened, by the registry and packed."""
+"""transformers' `Trainer`: a padded run of the stock model against flattened texts, by the registry and packed."""
 
 from __future__ import annotations
 

@@ -275,15 +275,15 @@ class PackedHead(AnyForm):
     def _check_reads(self, batch: PackedBatch, padded_ids: Tensor | None, arguments: dict[str, Any]) -> None:
         """Raises where the head would read the state of padding."""
         name, config = type(self).__name__, self.config  # type: ignore[attr-defined]
+        if self._weft_head in (HeadKind.FIRST, HeadKind.LAST) and batch.is_flattened:
+            raise Unsupported(
+                f"{name} gives one result a row, but rows hold several texts here; pass them row by row, or as a "
+                f"PackedBatch"
+            )
         if self._weft_head is HeadKind.FIRST and getattr(config, "classifier_pooling", "cls") != "mean":
             first_tokens(batch.with_values(batch.positions[:, None].float()), name)
             check_columns(batch, torch.zeros(batch.padded_shape[0], dtype=torch.int64), name)
         if self._weft_head is HeadKind.LAST:
-            if batch.is_flattened:
-                raise Unsupported(
-                    f"{name} gives one result a row, but rows hold several texts here; pass them row by row, or as a "
-                    f"PackedBatch"
-                )
             check_columns(batch, last_tokens(batch, padded_ids, config.get_text_config().pad_token_id), name)
         if "logits_to_keep" in arguments and not ends_in_last_column(batch):
             raise Unsupported(
