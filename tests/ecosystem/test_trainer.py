@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("datasets", reason="these tests need the extra `ecosystem`")
 
-from programs import NO_DROPOUT, PAD, arguments, built, examples, keeping, same, tokenizer
+from programs import NO_DROPOUT, PAD, arguments, built, differ, examples, keeping, same, tokenizer
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import weft
@@ -51,6 +52,16 @@ RUNS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+def mixing(features: Any) -> Any:
+    """A flattened row, and a mask by which it is one text to the stock model."""
+    row = DataCollatorWithFlattening(return_tensors="pt")(features)
+    return {**row, "attention_mask": torch.ones_like(row["input_ids"])}
+
+
+def test_texts_that_see_each_other_have_other_losses(stock: list[float], tmp_path: Path) -> None:
+    differ(losses_of(built("Llama", "ForCausalLM"), mixing, tmp_path), stock)
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_a_decoder(run: str, stock: list[float], tmp_path: Path, by_registry: list[int]) -> None:
     weft.register_attention()
@@ -68,6 +79,7 @@ def test_an_encoder_with_a_masked_language_head(
     options = {"cls_token_id": 2, "sep_token_id": 3, "local_attention": 8} if family == "ModernBert" else NO_DROPOUT
     want = losses_of(built(family, "ForMaskedLM", **options), padding(), tmp_path / "stock")
     flat = DataCollatorWithFlattening(position_ids_start=first)
+    differ(losses_of(built(family, "ForMaskedLM", **options), flat, tmp_path / "mixed"), want)
     same(losses_of(weft.pack(built(family, "ForMaskedLM", **options)), flat, tmp_path / "packed"), want)
     assert not by_registry
     weft.register_attention()

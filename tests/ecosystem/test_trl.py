@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import PAD, ROWS, STEPS, arguments, built, keeping, same, sentences, tokenizer
+from programs import PAD, ROWS, STEPS, arguments, built, differ, keeping, same, sentences, tokenizer
 
 pytest.importorskip("trl", reason="the tests of TRL need the extra `ecosystem`, and Python 3.11")
 
@@ -63,12 +63,22 @@ class Apart(SFTTrainer):
         return super().compute_loss(model, padded, *args, **rest)
 
 
+class Mixed(SFTTrainer):
+    """Says of a flattened row that it is one text."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **rest: Any) -> Any:
+        row = {name: inputs[name] for name in ("input_ids", "labels", "position_ids")}
+        row["attention_mask"] = torch.ones_like(row["input_ids"])
+        return super().compute_loss(model, row, *args, **rest)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_packing(model: str, tmp_path: Path, by_registry: list[int]) -> None:
     """Rows that TRL fills with texts, best fit first; against the same texts of each batch, apart and padded."""
     weft.register_attention()
     options = {"packing": True, "max_length": 64, "texts": 10 * STEPS * ROWS}
     want = losses_of(built("Llama", "ForCausalLM", "eager"), tmp_path / "stock", Apart, **options)
+    differ(losses_of(built("Llama", "ForCausalLM", "eager"), tmp_path / "mixed", Mixed, **options), want)
     assert not by_registry
     same(losses_of(MODELS[model](), tmp_path / "weft", **options), want)
     assert bool(by_registry) == (model == "registry")

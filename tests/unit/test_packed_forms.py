@@ -258,6 +258,24 @@ def test_the_registry(family: str, cache: bool, name: str) -> None:
                     model(**{**said, **given}, **options)
 
 
+@pytest.mark.parametrize("family", small.CAUSAL)
+def test_the_registry_takes_one_row_with_padding_before_it(family: str) -> None:
+    """Whose positions fall, as `generate` counts them, where the padding ends: it is one text all the same."""
+    weft.register_attention()
+    model = small.build(family)
+    ids, mask = padded([torch.arange(9), torch.arange(5, 9)], small.PAD, left=True)
+    ids, mask = ids[1:], mask[1:]
+    counted = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    with torch.no_grad():
+        for positions in (None, counted, counted.clamp(min=0)):
+            answers = []
+            for name in ("eager", "weft"):
+                model.set_attn_implementation(name)
+                states = model(ids, attention_mask=mask, position_ids=positions).last_hidden_state
+                answers.append(states[mask.bool()])
+            torch.testing.assert_close(*answers, atol=1e-4, rtol=1e-4)
+
+
 def test_there_and_back() -> None:
     batch = PackedBatch.from_list(some_texts())
     row = batch.to_flattened()
