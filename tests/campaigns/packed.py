@@ -147,7 +147,7 @@ def one_call(r: Random, patient: Patient, family: str, head: str, tally: dict[st
     what = f"{mode} {shown} real {real.sum(1).tolist()}"
     state = torch.get_rng_state()
     try:
-        want = answer(model, dict(call), real, "no_grad" if mode == "autocast" else mode)
+        want = answer(model, parts.told_apart(family, model, call), real, "no_grad" if mode == "autocast" else mode)
     except Exception:
         if patient.expects is None:
             tally["the model itself raised"] += 1

@@ -146,6 +146,27 @@ def call_of(r: Random, family: str, head: str, model: Any) -> tuple[dict[str, An
     return arguments, real
 
 
+def told_apart(family: str, model: Any, call: dict[str, Any]) -> dict[str, Any]:
+    """The same call for an encoder of Hugging Face, which takes a row for one text whatever its positions say: a mask
+    of 4 dims keeps texts apart."""
+    positions = call.get("position_ids")
+    if family in DECODERS or positions is None or "attention_mask" in call:
+        return dict(call)
+    rows, columns = (call["input_ids"] if "input_ids" in call else call["inputs_embeds"]).shape[:2]
+    starts = torch.nn.functional.pad(positions.expand(rows, columns).diff(dim=1) <= 0, (1, 0))
+    if not bool(starts.any()):
+        return dict(call)
+    texts, at = starts.cumsum(1), torch.arange(columns)
+    seen = (texts[:, :, None] == texts[:, None, :])[:, None]
+    zeros = torch.zeros(seen.shape, dtype=model.dtype)
+    least = torch.finfo(model.dtype).min
+    mask: Any = zeros.masked_fill(~seen, least)
+    if family == "ModernBert":
+        near = (at[:, None] - at[None]).abs() <= model.config.sliding_window
+        mask = {"full_attention": mask, "sliding_attention": zeros.masked_fill(~(seen & near), least)}
+    return {**call, "attention_mask": mask}
+
+
 def positions_of(r: Random, rows: int, columns: int, real: torch.Tensor) -> torch.Tensor:
     """Positions that rise by one, that jump, that count real tokens, or that restart."""
     kind = r.choice(["rise", "jump", "count", "restart", "restart"])

@@ -81,24 +81,27 @@ def test_losses_and_gradients_of_a_flattened_row(family):
 
 
 @pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert", "ModernBert"])
-def test_encoders_want_to_be_told(family):
-    """Hugging Face's encoders compute such a row as one text, so positions alone do not say which is meant."""
+def test_encoders_restart_at_their_own_first_position(family):
     model = small.build(family)
     if family in ("Bert", "Roberta"):
         model.pooler = None
     packed = pack(model)
     texts, row = flattened()
     with torch.no_grad():
-        with pytest.raises(ValueError, match="position_ids restart inside of a text: token 7"):
-            packed(**only(row, "position_ids"))
-        for marks in (("cu_seq_lens_q", "cu_seq_lens_k"), ("seq_idx",), tuple(row.keys() - {"input_ids", "labels"})):
-            arguments = only(row, *marks)
-            if family == "Roberta":
-                arguments["position_ids"] = row["position_ids"] + 2
-            else:
-                arguments["position_ids"] = row["position_ids"]
-            got = packed(**arguments).last_hidden_state
+        if family == "Roberta":
+            with pytest.raises(
+                ValueError, match=r"restart inside of a text: token 7 .* begins at position 2; .*_start"
+            ):
+                packed(**only(row, "position_ids"))
+            row["position_ids"] += 2
+        offsets = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        for marks in (("position_ids",), offsets, ("seq_idx",), tuple(row.keys() - {"input_ids", "labels"})):
+            got = packed(**only(row, *marks)).last_hidden_state
             torch.testing.assert_close(got[0], alone(model, texts), **CLOSE)
+            assert torch.equal(got[0], alone(packed, texts))
+        elsewhere = row["position_ids"] + 3 * (row["seq_idx"] == 2)
+        with pytest.raises(ValueError, match="position_ids restart inside of a text: token 8"):
+            packed(row["input_ids"], position_ids=elsewhere)
 
 
 def test_a_pooler_reads_one_text_a_row():
@@ -126,7 +129,21 @@ def contradictions():
         "numbers that fall": ({"seq_idx": row["seq_idx"].flip(1)}, "seq_idx must not fall"),
         "numbers of another shape": ({"seq_idx": row["seq_idx"][:, 1:]}, r"of shape \[1, 12\], got \[1, 11\]"),
         "padding": ({**both, "attention_mask": padded}, "do not go together"),
-        "positions inside": ({**both, "position_ids": torch.zeros_like(ids)}, "position_ids restart inside"),
+        "positions inside": (
+            {**both, "position_ids": torch.zeros_like(ids)},
+            "position_ids and cu_seq_lens_q say different .* position_ids restart inside of a text, at token 1 ",
+        ),
+        "positions that go on": (
+            {**both, "position_ids": torch.arange(12)[None]},
+            "position_ids and cu_seq_lens_q say different .* position_ids go on where a text begins, at token 7 with 7",
+        ),
+        "positions and numbers": (
+            {"seq_idx": row["seq_idx"], "position_ids": torch.arange(12)[None]},
+            "position_ids and seq_idx say different things",
+        ),
+        "too short": ({**both, "max_length_q": 6, "max_length_k": 7}, "max_length_q is 6, but a text has 7 tokens"),
+        "too short keys": ({**both, "max_length_q": 7, "max_length_k": 6}, "max_length_k is 6, but a text has 7"),
+        "too short a row": ({"max_length_k": 11}, "max_length_k is 11, but a text has 12 tokens"),
         "positions of another length": ({"position_ids": row["position_ids"][:, :5]}, r"shape \[1, 12\] like the"),
     }
 

@@ -52,7 +52,11 @@ class Twin:
                 f"{by}{onnx}: {self.weft_why}, so a call of it cannot be recorded or transformed; do it to the model "
                 f"that was packed"
             )
-        return self.weft_forward(original, bind(original, args, kwargs))
+        return self.weft_answer(original, bind(original, args, kwargs))
+
+    def weft_answer(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """A call as it came, by the names of its arguments; `weft_forward` gets it in the one form that it knows."""
+        return self.weft_forward(original, arguments)
 
     def weft_forward(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """A call, by the names of its arguments."""

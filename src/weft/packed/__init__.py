@@ -1,6 +1,8 @@
 """Transformers that never compute a padded token: packed batches, attention, and whole models.
 
-batch        `PackedBatch`: tokens of many texts end to end; where one text ends and the next begins
+batch        `PackedBatch`: tokens of many texts end to end
+boundaries   where one text ends and the next begins, whatever says so
+forms        the forms in which the texts of a call may come, and its outputs go
 api          `pack(model)`: which models, and torch's own encoder; `packed_attention`, and flash-attn's varlen function
 registry     `attn_implementation="weft"`: packed attention inside of any model of transformers
 huggingface  the base models of families, and models with a head: the same call, on packed tokens

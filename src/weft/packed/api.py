@@ -17,7 +17,8 @@ from weft.kernels.cpu_attention import Scoring
 from weft.models.families import FAMILIES, family_of
 from weft.models.families.torch_encoder import describe_encoder
 from weft.models.twin import Twin, twin_of
-from weft.packed.batch import PackedBatch, check_offsets
+from weft.packed.batch import PackedBatch
+from weft.packed.boundaries import check_offsets
 from weft.packed.engine import AttentionDropout, PackedEngine
 from weft.packed.huggingface import pack_base, pack_head
 from weft.packed.registry import register_attention

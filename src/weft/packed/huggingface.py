@@ -21,9 +21,11 @@ from weft.errors import Unsupported
 from weft.models.family import Family, HeadKind, is_known_leaf
 from weft.models.modules import home_of, is_of
 from weft.models.spec import Transformer, VocabularyHead
-from weft.models.twin import Twin, twin_of
-from weft.packed.batch import MARKS, PackedBatch, check_positions
+from weft.models.twin import twin_of
+from weft.packed.batch import PackedBatch
+from weft.packed.boundaries import MARKS, Restarts, check_positions
 from weft.packed.engine import AttentionDropout, DecoderEngine, Engine, PackedEngine
+from weft.packed.forms import AnyForm
 from weft.packed.inputs import (
     CACHE_ARGUMENTS,
     HEAD_ARGUMENTS,
@@ -41,6 +43,7 @@ from weft.packed.inputs import (
     pack_inputs,
     packed_labels,
     packed_like,
+    padded_arguments,
     reject,
     returned,
     wants_states,
@@ -83,10 +86,11 @@ _BaseT = TypeVar("_BaseT", bound="PackedBase")
 _INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "output_hidden_states", "return_dict"}
 
 
-class PackedBase(Twin):
+class PackedBase(AnyForm):
     """Mixed into the class of a base model. `_weft` is (family, whether attention weights are dropped).
 
-    `weft_splits`: position_ids that do not rise by 1 begin another text, as in Hugging Face's decoders.
+    `weft_splits`: position_ids that do not rise by 1 begin another text, as in Hugging Face's decoders; else those that
+    go back to the model's own first position.
     """
 
     _weft: tuple[Family, AttentionDropout]
@@ -130,7 +134,21 @@ class PackedBase(Twin):
 
     def weft_pack(self, arguments: dict[str, Any]) -> tuple[PackedBatch, Tensor | None]:
         """The tokens of a call, and the padded ids where there are some."""
-        return pack_inputs(arguments, positions_split=self.weft_splits)
+        is_needed = arguments.get("position_ids") is not None and not self.weft_splits
+        return pack_inputs(arguments, Restarts(self.weft_splits, self._first() if is_needed else None))
+
+    def _first(self) -> int:
+        """The position of the first token of a text that says none: 0, or padding_idx + 1 of RoBERTa and its kin."""
+        one = PackedBatch.from_list([torch.zeros(1)])  # a vector: of ids, the padding token would count apart
+        return int(self._own_positions(one, None)[0])
+
+    def _own_positions(self, batch: PackedBatch, padded: Tensor | None) -> Tensor:
+        """The positions [T] that the model itself gives tokens which say none. Those of a text are its own, whatever
+        is in the row beside it."""
+        family = self._weft[0]
+        if batch.is_flattened:
+            batch, padded = batch.one_a_row(), None
+        return batch.columns if family.positions is None else family.positions(self, batch, padded).to(torch.int64)
 
     def _wants_states(self, arguments: dict[str, Any]) -> bool:
         config: Any = self.config  # type: ignore[attr-defined]
@@ -140,16 +158,15 @@ class PackedBase(Twin):
         return wants
 
     def _positions(self, batch: PackedBatch, padded: Tensor | None, arguments: dict[str, Any]) -> Tensor:
-        family, given = self._weft[0], arguments.get("position_ids")
+        given = arguments.get("position_ids")
         if given is None:
-            return batch.columns if family.positions is None else family.positions(self, batch, padded).to(torch.int64)
+            return self._own_positions(batch, padded)
         if given.dim() == 2 and given.shape[0] == 1:
             given = given.expand(batch.padded_shape[0], -1)
         positions = packed_like(batch, given, "position_ids", flat=is_flat(arguments))
         if batch.tokens and int(positions.min()) < 0:
             raise ValueError(f"position_ids must be >= 0, got {int(positions.min())}")
-        if not isinstance(arguments.get("input_ids"), PackedBatch):  # which says itself where texts end
-            check_positions(batch.cu_seqlens, positions)
+        check_positions(batch.cu_seqlens, positions)
         return positions
 
     def _others(self, batch: PackedBatch, arguments: dict[str, Any], name: str, positions: Tensor) -> Tensor:
@@ -205,7 +222,7 @@ class PackedBase(Twin):
 _BY_TOKEN = (HeadKind.TOKENS, HeadKind.NEXT_TOKEN)
 
 
-class PackedHead(Twin):
+class PackedHead(AnyForm):
     """Mixed into the class of a model with a head. `_weft_head` is its kind, `_weft_base` the name of the base."""
 
     _weft_head: HeadKind
@@ -238,7 +255,9 @@ class PackedHead(Twin):
     def _on_padded_states(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         name, kind = type(self).__name__, self._weft_head
         if isinstance(arguments.get("input_ids"), PackedBatch):
-            raise Unsupported(f"{name} needs padded input_ids and an attention_mask, not a PackedBatch")
+            if kind not in (HeadKind.FIRST, HeadKind.LAST):
+                raise Unsupported(f"{name} needs padded input_ids and an attention_mask here, not a PackedBatch")
+            arguments = padded_arguments(arguments, getattr(self.config, "pad_token_id", None))  # type: ignore[attr-defined]
         batch, padded_ids = getattr(self, self._weft_base).weft_pack(arguments)
         is_padded = batch.tokens < batch.padded_shape[0] * batch.padded_shape[1]
         if is_padded and kind is not HeadKind.FIRST and (mixing := self._mixing()) is not None:
@@ -265,6 +284,11 @@ class PackedHead(Twin):
     def _check_reads(self, batch: PackedBatch, padded_ids: Tensor | None, arguments: dict[str, Any]) -> None:
         """Raises where the head would read the state of padding."""
         name, config = type(self).__name__, self.config  # type: ignore[attr-defined]
+        if self._weft_head in (HeadKind.FIRST, HeadKind.LAST) and batch.is_flattened:
+            raise Unsupported(
+                f"{name} gives one result a row, but rows hold several texts here; pass them row by row, or as a "
+                f"PackedBatch"
+            )
         if self._weft_head is HeadKind.FIRST and getattr(config, "classifier_pooling", "cls") != "mean":
             first_tokens(batch.with_values(batch.positions[:, None].float()), name)
             check_columns(batch, torch.zeros(batch.padded_shape[0], dtype=torch.int64), name)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from weft.errors import Unsupported
 from weft.models.family import HeadKind
-from weft.packed.batch import MARKS, PackedBatch, starts_of
+from weft.packed.batch import PackedBatch
+from weft.packed.boundaries import MARKS, Restarts, starts_of
 
 IGNORED_LABEL = -100
 CACHE_ARGUMENTS = {"use_cache", "past_key_values", "cache_position"}
@@ -38,15 +39,21 @@ def reject(arguments: dict[str, Any], supported: set[str], model: Any) -> None:
         )
 
 
-def pack_inputs(arguments: dict[str, Any], *, positions_split: bool = False) -> tuple[PackedBatch, Tensor | None]:
-    """The tokens of a call, ids [T] or embeddings [T, width], and the padded ids where there are some."""
+def pack_inputs(arguments: dict[str, Any], restarts: Restarts) -> tuple[PackedBatch, Tensor | None]:
+    """The tokens of a call, ids [T] or embeddings [T, width], and the padded ids where there are some.
+
+    `restarts`: what position_ids say about texts.
+    """
     ids, vectors, mask = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
     if ids is not None and vectors is not None:
         raise ValueError("got both input_ids and inputs_embeds, expected one of them")
     if isinstance(ids, PackedBatch):
         for name in sorted({"attention_mask"} | MARKS):
             if arguments.get(name) is not None:
-                raise Unsupported(f"a PackedBatch needs no {name}: it says itself where texts end; leave it out")
+                raise Unsupported(
+                    f"a PackedBatch needs no {name}, nor does a nested tensor: it says itself where texts end; leave "
+                    f"it out"
+                )
         return ids, None
     padded = checked_vectors(vectors) if vectors is not None else checked_ids(ids)
     mask, positions = checked_mask(mask), arguments.get("position_ids")
@@ -55,7 +62,7 @@ def pack_inputs(arguments: dict[str, Any], *, positions_split: bool = False) -> 
                                   ((1, columns), (rows, columns))):  # fmt: skip
         got = list(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
         raise ValueError(f"position_ids must have shape [{rows}, {columns}] like the input, got {got}")
-    starts = starts_of((rows, columns), arguments, positions_split=positions_split)
+    starts = starts_of((rows, columns), arguments, restarts)
     batch = PackedBatch.from_padded(padded, mask, starts=starts)
     return batch, padded if vectors is None else None
 
@@ -63,6 +70,23 @@ def pack_inputs(arguments: dict[str, Any], *, positions_split: bool = False) -> 
 def is_flat(arguments: dict[str, Any]) -> bool:
     """Whether a call brings a `PackedBatch`, so that what else it has of each token may be [T]."""
     return isinstance(arguments.get("input_ids"), PackedBatch)
+
+
+def padded_arguments(arguments: dict[str, Any], padding: int | None) -> dict[str, Any]:
+    """The arguments of a call with a `PackedBatch` as those of the same call with padded rows, for heads that give one
+    result a text."""
+    texts: PackedBatch = arguments["input_ids"].one_a_row()
+    if arguments.get("output_hidden_states"):
+        raise Unsupported("output_hidden_states: this head needs padded input_ids and an attention_mask for that")
+    if texts.values.is_floating_point():
+        given: dict[str, Any] = {"inputs_embeds": texts.to_padded(), "input_ids": None}
+    else:
+        given = {"input_ids": texts.to_padded(fill=0 if padding is None else padding)}
+    for name in ("position_ids", "token_type_ids"):
+        value = arguments.get(name)
+        if value is not None:
+            given[name] = texts.with_values(packed_like(texts, value, name, flat=True)).to_padded()
+    return {**arguments, **given, "attention_mask": texts.real().to(torch.int64)}
 
 
 def checked_vectors(vectors: Any) -> Tensor:

@@ -5,7 +5,7 @@ flattened rows save everything. A mask function and an attention function work t
 transformers knows of a call (a padding mask, texts that lie end to end in a row, causal or not, a window) into a table
 of numbers, which any layer may hand on, copy or detach:
 
-    [MARK, left, right, queries | number of each query's text | number of each key's text]   int64 [B, 1, 1, 4 + S + K]
+    [MARK, left, right, queries, masked | number of each query's text | of each key's]   int64 [B, 1, 1, 5 + S + K]
 
 Four dims, because transformers hands such masks on as they are, and takes two for a padding mask.
 Number 0 is padding: such keys are not seen, and such queries give zeros. The second packs q, k and v by the table and
@@ -17,6 +17,7 @@ Whatever the two cannot do raises by name, before anything is computed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,11 +29,11 @@ from torch.nn import functional as F
 from weft.errors import Unsupported
 from weft.kernels.attention import attention, dropout_seed
 from weft.kernels.cpu_attention import MAX_HEAD_DIM, Scoring
-from weft.packed.batch import starts_of
+from weft.packed.boundaries import MARKS, Restarts, check_agreement, check_longest, marked_starts, restarted
 
 NAME = "weft"
 _MARK = -0x77656674  # a number that no mask holds
-_HEADER = 4
+_HEADER = 5
 _MASKING = "transformers.masking_utils"
 # Arguments of a layer that say nothing about its attention, or that the table says better.
 _HARMLESS = frozenset(
@@ -98,6 +99,13 @@ def registry_mask(
 ) -> Tensor:
     """The table of a call, as transformers' functions that make masks ask for it."""
     sight = _sight(mask_function, _Sight())
+    masked = attention_mask is not None
+    positions = _positions_of_call(batch_size, q_length, masked=masked) if q_length == kv_length else None
+    if positions is not None and attention_mask is not None:
+        _check_one_text(positions, attention_mask != 0)
+    elif positions is not None and sight.texts is None:
+        starts = restarted(positions.expand(batch_size, -1), Restarts(every_step=sight.right == 0))
+        sight = replace(sight, texts=starts.to(torch.int64).cumsum(1)) if bool(starts.any()) else sight
     keys = torch.ones(batch_size, kv_length, dtype=torch.int64, device=device)
     if sight.texts is not None:
         keys = sight.texts.to(torch.int64).expand(batch_size, -1) + 1
@@ -108,12 +116,44 @@ def registry_mask(
     if attention_mask is not None:
         real = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length]
         keys = keys * F.pad(real, (0, kv_length - real.shape[1]))
-    is_self = sight.right == 0 or sight.left >= 0  # a window is over the tokens of the text itself
+    # A window is over the tokens of the text itself, and so are positions.
+    is_self = sight.right == 0 or sight.left >= 0 or sight.texts is not None
     queries = keys[:, first : first + q_length] if is_self else keys.new_ones(batch_size, q_length)
     if queries.shape[1] != q_length:
         raise Unsupported(f"{q_length} queries from key {first} on, but there are {kv_length} keys")
-    head = keys.new_tensor([_MARK, sight.left, sight.right, q_length]).expand(batch_size, _HEADER)
-    return torch.cat([head, queries, keys], 1)[:, None, None]
+    head = [_MARK, sight.left, sight.right, q_length, int(attention_mask is not None)]
+    return torch.cat([keys.new_tensor(head).expand(batch_size, _HEADER), queries, keys], 1)[:, None, None]
+
+
+def _positions_of_call(rows: int, columns: int, *, masked: bool) -> Tensor | None:
+    """The `position_ids` [B or 1, S] of the model's call; None where there are none of this shape.
+
+    Transformers hands these neither to the masks of encoders nor, with a cache, to those of decoders, and many layers
+    do not get them either. Then a row of several texts would be computed as one, and nobody would know. So the mask
+    looks for them in the `forward` that it is made in.
+    """
+    frame = sys._getframe(2)
+    while frame.f_code.co_name != "forward":
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    positions, others = frame.f_locals.get("position_ids"), frame.f_locals.get("kwargs", {})
+    if masked and any(others.get(name) is not None for name in MARKS):  # layers get these, and compare
+        return None
+    if not isinstance(positions, Tensor) or tuple(positions.shape) not in ((1, columns), (rows, columns)):
+        return None
+    return positions
+
+
+def _check_one_text(positions: Tensor, real: Tensor) -> None:
+    """Raises where the positions of a row restart that a mask says is one text. Of several rows they say where padding
+    is, as well."""
+    if real.shape != positions.shape or real.shape[0] != 1 or not bool((positions[real].diff() <= 0).any()):
+        return
+    raise Unsupported(
+        "position_ids restart, so that the row holds several texts, and by its attention_mask it is one; leave the "
+        "attention_mask out"
+    )
 
 
 def _sight(function: Any, seen: _Sight) -> _Sight:
@@ -230,7 +270,7 @@ def _table(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, argume
         )
     else:
         right = 0 if causal and length > 1 else -1
-        head = torch.tensor([_MARK, -1, right, length], device=query.device).expand(batch, _HEADER)
+        head = torch.tensor([_MARK, -1, right, length, 0], device=query.device).expand(batch, _HEADER)
         mask = torch.cat([head, head.new_ones(batch, length + keys)], 1)
     return _with_texts(mask, batch, length, keys, arguments)
 
@@ -239,14 +279,24 @@ def _with_texts(table: Tensor, batch: int, length: int, keys: int, arguments: di
     """The table with the texts of a flattened row, where arguments of the call say them."""
     if length != keys or not batch:
         return table
-    said = {name: arguments.get(name) for name in _BOUNDARIES}
-    positions = said["position_ids"]
-    plain = isinstance(positions, Tensor) and positions.dim() == 2 and tuple(positions.shape) == (1, length)
-    if not plain or batch != 1:  # of several rows they say where padding is, and of images something else
-        said["position_ids"] = None
-    starts = starts_of((batch, length), said, positions_split=True)
-    numbers = table[:, _HEADER + keys :]
+    numbers, restarts = table[:, _HEADER + keys :], Restarts(every_step=bool(table[0, 2] == 0))
+    marks, positions = marked_starts((batch, length), arguments), arguments.get("position_ids")
+    # Of several rows they say where padding is, and of images something else.
+    if batch != 1 or not isinstance(positions, Tensor) or tuple(positions.shape) != (1, length):
+        positions = None
+    starts = None if marks is None else marks[0]
+    if positions is not None and bool(table[0, 4]) and marks is None:
+        _check_one_text(positions, numbers > 0)
+    elif positions is not None:
+        found = restarted(positions, restarts)
+        if starts is None:
+            starts = found
+        elif bool(found.any()):  # else they may be those that the model makes of none
+            check_agreement(starts, positions, restarts, "cu_seq_lens_q (or seq_idx)")
     if starts is None:
+        return table
+    check_longest((batch, length), starts, arguments)
+    if not bool(starts.any()):
         return table
     if bool((numbers == 0).any()):
         raise ValueError("an attention_mask with padding and rows of several texts do not go together; leave one out")

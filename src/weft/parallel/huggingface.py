@@ -20,6 +20,7 @@ from weft.kernels.attention import dropout_seed
 from weft.models.family import HeadKind, called_in
 from weft.models.spec import ModelSpec, VocabularyHead
 from weft.packed.batch import PackedBatch
+from weft.packed.forms import AnyForm
 from weft.packed.huggingface import PackedBase, PackedCall, PackedHead, base_of
 from weft.packed.inputs import (
     CACHE_ARGUMENTS,
@@ -95,7 +96,7 @@ class ParallelHead(ParallelModel, PackedHead):
             return super().weft_forward(original, arguments)
 
 
-class ParallelVocabulary(ParallelModel):
+class ParallelVocabulary(ParallelModel, AnyForm):
     """Mixed into a model whose head gives logits of words: ranks share these, and the loss is computed as they lie."""
 
     _weft_ranks: Ranks

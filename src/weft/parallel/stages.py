@@ -24,8 +24,9 @@ from weft.kernels.door import offsets_at
 from weft.models.families import FAMILIES, family_of
 from weft.models.family import Family, HeadKind
 from weft.models.spec import ModelSpec
-from weft.packed.batch import positions_of
+from weft.packed.boundaries import positions_of
 from weft.packed.engine import AttentionDropout
+from weft.packed.forms import StageTexts
 from weft.packed.inputs import checked_index
 from weft.parallel.cut import cuts
 from weft.parallel.engine import ParallelEngine, Ranks
@@ -86,12 +87,28 @@ class ModelStage(nn.Module):
             self, self._describe, AttentionDropout.MODEL, ranks, called=lambda: [self], stack=lambda: self
         )
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor, next_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Any, *, cu_seqlens: Tensor | None = None, next_ids: Tensor | None = None,
+        positions: Tensor | None = None, **said: Any,
+    ) -> Tensor:  # fmt: skip
         """x: ids [T] on the first stage, rows [T_r, width] on others; cu_seqlens int32 [B + 1]; next_ids int64 [T],
-        what each token must predict.
+        what each token must predict; positions int64 [T], counted in each text unless given.
 
         The last stage returns the sum of the losses over those that are not -100, or this rank's logits without.
+
+        Texts may also come as models of Hugging Face take them: ids padded [B, S] with `attention_mask`, flattened
+        [1, T] with `position_ids` that restart, with `cu_seq_lens_q` and `cu_seq_lens_k` or with `seq_idx`; nested, or
+        a `PackedBatch`; and `labels` in the same form. All but the ids is told to every stage.
         """
+        if said or cu_seqlens is None or not isinstance(x, Tensor) or x.is_nested:
+            texts = StageTexts.of(x, cu_seqlens, said)
+            if next_ids is not None and texts.next_ids is not None:
+                raise ValueError("got labels and next_ids, expected one of them")
+            out = self.forward(
+                texts.ids if self.is_first else x, cu_seqlens=texts.batch.cu_seqlens, positions=texts.positions,
+                next_ids=texts.next_ids if next_ids is None else next_ids,
+            )  # fmt: skip
+            return texts.placed(out) if self.is_last and out.dim() else out
         engine = self._engine
         if engine is None:
             raise ValueError("the stage has no ranks yet; call parallelize(mesh) first, also for one rank")
@@ -99,13 +116,13 @@ class ModelStage(nn.Module):
         group, tokens = engine.ranks.group, int(cu_seqlens[-1]) if cu_seqlens.numel() else 0
         offsets_at(cu_seqlens, total=tokens)
         share = Share(tokens, group.rank(), group.size(), split=group.size() > 1)
-        positions = positions_of(cu_seqlens, tokens)
+        positions = positions_of(cu_seqlens, tokens) if positions is None else positions
         farthest = int(positions.max()) if tokens else 0
         self._check(x, share, farthest)
         indices = self._indices(x, positions) if self.is_first else ()
         if next_ids is not None and next_ids.shape != (tokens,):
             raise ValueError(f"next_ids have shape {list(next_ids.shape)}, expected one for each of {tokens} tokens")
-        given = (cu_seqlens, x) if self.is_first else (cu_seqlens,)
+        given = (cu_seqlens, positions, x) if self.is_first else (cu_seqlens, positions)
         agree(
             group,
             f"stage {self.index} on {tokens} tokens, inputs {digest(*given)} training={engine.in_training} "

@@ -101,7 +101,7 @@ class ParallelModel(Twin):
             return original(self, *args, **kwargs)
         if (by := recorder()) is not None:
             raise Unsupported(f"{by}: a parallel model cannot be recorded or transformed; do it before parallelize")
-        return self.weft_forward(original, bind(original, args, kwargs))
+        return self.weft_answer(original, bind(original, args, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         model: Any = self

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -44,7 +44,7 @@ _CHANGED = (
 
 def generate(
     model: Any,
-    prompts: Sequence[Sequence[int] | Tensor],
+    prompts: Iterable[Sequence[int] | Tensor] | Mapping[str, Any],
     *,
     max_new_tokens: int,
     temperature: float | None = None,
@@ -56,7 +56,7 @@ def generate(
     """The tokens that follow each prompt: lists of at most `max_new_tokens`, the same on every rank.
 
     model:     what `weft.pack` or `weft.parallelize` made of a Hugging Face decoder, or a `RankProgram`
-    prompts:   token numbers, a list or an int tensor [length] for each prompt; the same on all ranks
+    prompts:   token numbers, a list or tensor [length] each; a `PackedBatch`, nested, a tokenizer's or collator's dict
     eos:       a token, or several, that ends a sequence; it is the last of its list. The model's own if None is given
                and its generation config has one; an empty collection for none
 
@@ -71,6 +71,7 @@ def generate(
         model = weft.pack(AutoModelForCausalLM.from_pretrained(...))
         weft.generate(model, [[1, 5, 9], [1, 7]], max_new_tokens=32)
     """
+    prompts = getattr(model, "weft_prompts", dict)(prompts) if isinstance(prompts, Mapping) else prompts
     check_numbers(max_new_tokens, seed, temperature, top_k, top_p)  # raises, whatever model there is
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
