@@ -19,7 +19,7 @@ from weft.packed import PackedBatch
 from weft.transformer import network as network_module
 from weft.transformer.call import inputs_of
 from weft.transformer.generation import generate
-from weft.transformer.passes import RankProgram
+from weft.transformer.program import RankProgram
 
 LENGTHS = [1, 7, 30, 12]
 NEW = 8

@@ -14,19 +14,22 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import weft
 from weft.errors import Unsupported
 from weft.models.families import GEMMA3, T5
-from weft.models.spec import Norm, NormKind, NormOrder, RelativeBias, Transformer, check_model
+from weft.models.fit import check_model
+from weft.models.spec import Norm, NormKind, NormOrder, RelativeBias, Transformer
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 50}
 
 
 def gemma(**options: Any) -> Any:
     torch.manual_seed(0)
-    return Gemma3TextModel(Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, pad_token_id=0, **options)).eval()
+    config = Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, pad_token_id=0, **options)
+    return Gemma3TextModel(config).eval()
 
 
 def t5(**options: Any) -> Any:
     torch.manual_seed(0)
-    return T5EncoderModel(T5Config(d_model=24, d_kv=8, num_heads=3, d_ff=40, num_layers=2, vocab_size=50, **options)).eval()
+    config = T5Config(d_model=24, d_kv=8, num_heads=3, d_ff=40, num_layers=2, vocab_size=50, **options)
+    return T5EncoderModel(config).eval()
 
 
 @pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (8, 20), (6, 9), (64, 500), (33, 77)])

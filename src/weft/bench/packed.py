@@ -6,17 +6,12 @@ text at a time: what a careful user does against padding. The best of all these 
 
 from __future__ import annotations
 
-import random
-import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module, util
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,9 +34,7 @@ from weft.bench.systems.packed import (
     uniform,
     why_absent,
 )
-from weft.bench.systems.sentence_transformers import BATCHES, rerank_case
-from weft.jobs.embed import EmbedOptions, Encoder
-from weft.jobs.embed import run as run_embed
+from weft.bench.systems.sentence_transformers import embed_case, minilm_folder, rerank_case, sentences
 from weft.kernels.cpu import isa, thread_count
 from weft.packed import pack
 from weft.report import Column, Headline, Report, Row

@@ -1,5 +1,5 @@
 """Other people's programs on packed models, for `weft bench packed`: a step of transformers' `Trainer`, an encoder of
-Qwen3's shape, requests that come and go, a cross-encoder. Each is measured against the same program as its users run it.
+Qwen3's shape, requests that come and go. Each is measured against the same program as its users run it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a model is: read once from its modules into frozen values, for `pack`, `parallelize`, `generate` and stages.
 
-spec       the values: layers, attention, norms, heads; walks over them, and whether their tensors fit each other
+spec       the values: layers, attention, norms, heads; walks over them
+fit        whether the tensors of such values fit each other
 family     `Family`, what one file of `families/` says; functions that read modules strictly
 families/  one file for each family, and the list of them
 modules    is the model still made as it was when it was read?

@@ -249,7 +249,7 @@ def rms_norm(module: Any, kind: str, *, eps: str = "variance_epsilon", shift: fl
     return Norm(module.weight, None, getattr(module, eps), NormKind.RMS, shift)
 
 
-def table(module: Any, kind: type = nn.Embedding) -> tuple[Tensor, int | None]:
+def table(module: Any, kind: type[Any] = nn.Embedding) -> tuple[Tensor, int | None]:
     """The rows of a plain embedding, and which of them gets no gradient."""
     if type(module) is not kind:
         raise Unsupported(f"expected a torch.nn.Embedding, got {type(module).__module__}.{type(module).__name__}")

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from weft.errors import Unsupported
 from weft.kernels.dispatch import is_plain, kernels_for
 from weft.kernels.freshness import Stamp
+from weft.models.fit import check_model
 from weft.models.modules import Watch, check_global_hooks, check_hooks
-from weft.models.spec import Transformer, VocabularyHead, check_model, tensors
+from weft.models.spec import Transformer, VocabularyHead, tensors
 from weft.transformer.call import NO_EXTRAS, Extras, Inputs, check_vector_type
 from weft.transformer.parts import RankModel
-from weft.transformer.passes import RankProgram
+from weft.transformer.program import RankProgram
 from weft.transformer.training import OneProcess, TrainingCall, forward
 
 Describe = Callable[[nn.Module], Transformer]

@@ -49,7 +49,7 @@ from weft.packed.inputs import (
     wants_states,
 )
 from weft.transformer.call import Extras, Inputs
-from weft.transformer.passes import RankProgram
+from weft.transformer.program import RankProgram
 
 
 def pack_base(model: nn.Module, family: Family, dropout: AttentionDropout) -> nn.Module:

@@ -3,7 +3,8 @@
     q, k, v, gate, up    Shard(0), whole heads needed        embedding, head    Shard(0), over the vocabulary
     out, down            Shard(1), their biases Replicate    norms, positions   Replicate
 
-A relative bias [buckets, heads] is cut by heads. Weights that are stored transposed have the other dim. Everything that is not named here is replicated.
+A relative bias [buckets, heads] is cut by heads. Weights that are stored transposed have the other dim. Everything that
+is not named here is replicated.
 
     5 key/value heads, 10 query heads, 2 ranks     kv 0-2 | 3-4          q 0-5 | 6-9
     2 key/value heads,  8 query heads, 3 ranks     kv 0 | 0-1 | 1        q 0-2 | 3-4 | 5-7

@@ -30,7 +30,7 @@ from weft.transformer.call import NO_EXTRAS, Extras, Inputs, check_vectors, dige
 from weft.transformer.exchange import agree, gather, gather_rows
 from weft.transformer.network import NetworkWire
 from weft.transformer.parts import RankModel, Share
-from weft.transformer.passes import RankProgram
+from weft.transformer.program import RankProgram
 from weft.transformer.training import TrainingCall, forward
 
 _GOLDEN = 0x9E3779B97F4A7C15  # far apart, whatever the salt

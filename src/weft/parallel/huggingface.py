@@ -39,7 +39,7 @@ from weft.parallel.training import check_targets, cross_entropy, logits
 from weft.transformer.call import Extras, digest
 from weft.transformer.exchange import gather, gather_columns
 from weft.transformer.memory import RankCache
-from weft.transformer.passes import RankProgram
+from weft.transformer.program import RankProgram
 from weft.transformer.sampling import whole_rows
 
 _HEAD_ARGUMENTS = HEAD_ARGUMENTS | {"logits_to_keep"}

@@ -4,7 +4,8 @@ parts        each rank's part of a model, as values
 memory       what a program holds between calls: packed weights, tables, buffers, the cache
 call         one call: its inputs, what it hands out, and the checks before addresses go to the native core
 exchange     messages between ranks: agreement, sums, rows, columns, embedded words
-passes       `RankProgram`, and one pass through the layers, alone or with the ranks of one host
+passes       one pass through the layers, alone or with the ranks of one host
+program      `RankProgram`: inference on one rank or many, ready to run
 network      the same pass with ranks on several hosts, on the overlapped matmuls
 training     the layers as differentiable ops
 sampling     how a token is chosen: rules, draws, log-probabilities

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -20,7 +20,7 @@ from torch import Tensor
 from weft.errors import ModelChanged, Unsupported
 from weft.models.family import HeadKind
 from weft.transformer.call import digest
-from weft.transformer.passes import RankProgram
+from weft.transformer.program import RankProgram
 from weft.transformer.requests import (
     Completion,
     ModelLimits,

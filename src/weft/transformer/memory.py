@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.kernels import PackedWeight, linear
 from weft.kernels.cpu import dtype_code, empty, isa
 from weft.kernels.door import rows_at
+from weft.models.fit import check_model
 from weft.models.spec import (
     Layer,
     Norm,
@@ -27,7 +28,6 @@ from weft.models.spec import (
     Projection,
     Rotary,
     Transformer,
-    check_model,
     weights,
 )
 from weft.transformer.parts import RankModel
@@ -112,7 +112,11 @@ class PackedLayer:
             norms = None if previous is None else previous.mlp_norm, layer.attention_norm
         inner = layer.attention_out_norm, layer.mlp_out_norm, attention.q_norm, attention.k_norm
         bias = None if attention.bias is None else attention.bias.by_distance().detach()
-        return cls(layer, qkv, out, up, down, *map(NormAddresses.of, (*norms, *inner)), bias)
+        of = NormAddresses.of
+        into_attention, into_mlp, out_of_attention, out_of_mlp, q_norm, k_norm = (of(n) for n in (*norms, *inner))
+        return cls(
+            layer, qkv, out, up, down, into_attention, into_mlp, out_of_attention, out_of_mlp, q_norm, k_norm, bias
+        )  # fmt: skip
 
 
 class Tables:

@@ -1,5 +1,4 @@
-"""`RankProgram`: inference on one rank or on those of a group, with weights packed once and buffers used again; and
-`Pass`, one pass of it through the layers where every rank has all rows: alone, or with the ranks of one host.
+"""`Pass`: one pass of inference through the layers where every rank has all rows: alone, or with the ranks of one host.
 
     prefill     T tokens of many prompts end to end, no padding; only rows asked for leave the last layer's attention
     decode      one token (or a few) for each sequence: T rows on every rank, keys and values in a `RankCache`
@@ -20,11 +19,7 @@ from outside was checked before (`call.py`).
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,14 +27,13 @@ from torch import Tensor
 
 from weft import _core
 from weft.comm.host_collectives import CHUNK_ROWS, Fill, HostWire, Rows
-from weft.kernels.cpu import ACTIVATIONS, empty, thread_count
-from weft.models.spec import Embedding, NormOrder, VocabularyHead
-from weft.transformer.call import NO_EXTRAS, Extras, InferenceCall, Inputs, Keys, checked_call
-from weft.transformer.memory import NormAddresses, PackedDense, PackedLayer, PassBuffers, RankCache, Workspace
-from weft.transformer.parts import RankModel
+from weft.kernels.cpu import ACTIVATIONS, thread_count
+from weft.models.spec import Embedding, NormOrder
+from weft.transformer.call import InferenceCall, Keys
+from weft.transformer.memory import NormAddresses, PackedDense, PackedLayer, PassBuffers, Workspace
 
 if TYPE_CHECKING:
-    from weft.transformer.network import NetworkWire
+    pass
 
 _SCHEDULE = _core.Schedule()
 _NOWHERE = (0, 0)
@@ -288,9 +282,8 @@ class Pass:
         or into x itself where the matmul adds x and no norm follows."""
         x, part = (self.at["x"], self.width), (self.at["part"], self.width)
         if self.wire is not None:
-            self._sum(
-                lambda f, n, to: self._linear(dense, read(f, n), to, n, with_bias=False), dense.bias_at, part, self.width
-            )  # fmt: skip
+            run: Fill = lambda f, n, to: self._linear(dense, read(f, n), to, n, with_bias=False)  # noqa: E731
+            self._sum(run, dense.bias_at, part, self.width)
             if norm is not None:
                 self._norm(norm, part, part, self.rows)
         elif norm is None:
@@ -334,85 +327,3 @@ class Pass:
 def _bias_of(layer: PackedLayer) -> tuple[int, int]:
     """The address of the bias by distance, and how far it reaches."""
     return (0, 0) if layer.bias is None else (layer.bias.data_ptr(), layer.bias.shape[1] // 2)
-
-
-class RankProgram:
-    """A rank's part of a transformer ready to run. It holds packed copies of the weights: make a new one when they have
-    changed. Making one is collective over the group, and so is every call; a model alone has no group.
-    """
-
-    def __init__(self, model: RankModel, *, wire: HostWire | NetworkWire | None = None) -> None:
-        """`wire` is that of an earlier program of the same group, if there was one."""
-        self.model, self.transformer = model, model.transformer
-        self.work = Workspace(model)
-        self.dtype = self.work.dtype
-        self.wire: HostWire | NetworkWire | None = None
-        if model.group is not None and model.size > 1:
-            # Here, because it imports what overlaps, which takes longer than to pack a small model.
-            from weft.transformer.network import wire_of
-
-            self.wire = wire_of(model.group, max(self.work.width, self.work.input_width), self.dtype, wire)
-        # Chunks are for the ranks of a host: across hosts rows are split, and a rank alone would lose 1 to 3 % by them.
-        chunk = CHUNK_ROWS if isinstance(self.wire, HostWire) else None
-        self.buffers = PassBuffers(
-            self.work.layers, self.work.width, self.dtype, chunk=chunk, alone=self.wire is None,
-            embedded=0 if self.work.projection is None else self.work.input_width,
-        )  # fmt: skip
-        self._lock = threading.Lock()  # calls share the buffers
-
-    def with_head(self, head: VocabularyHead) -> RankProgram:
-        """The same program with this head: it shares the layers and the buffers, so that calls of both take turns."""
-        twin = copy.copy(self)
-        twin.model = replace(self.model, head=head.projection, transform=head.transform)
-        twin.work = self.work.with_head(twin.model)
-        return twin
-
-    def cache(self, *, slots: int, capacity: int) -> RankCache:
-        """An empty cache for this rank's heads."""
-        return RankCache(self.transformer, slots=slots, capacity=capacity, dtype=self.dtype)
-
-    def run(
-        self, inputs: Inputs, *, cache: RankCache | None = None, slots: Tensor | None = None,
-        rows: Tensor | None = None, extras: Extras = NO_EXTRAS,
-    ) -> Tensor:  # fmt: skip
-        """Hidden states after the last layer, [T, width], or [n, width] of the n tokens `rows`; the same on all ranks.
-
-        With a `cache`, sequence s goes on behind the tokens that slot `slots[s]` holds, and is added to it. The model
-        must be causal then. Of a rank alone `extras` get copies of what they ask for. What was given is checked here,
-        and nowhere behind it.
-        """
-        if self.wire is not None and not extras.is_empty:
-            raise ValueError("states, keys and values are handed out by a rank alone; expected no extras")
-        # Made before inference mode: what comes out may meet gradients, what is kept inside never does.
-        out = empty(inputs.tokens if rows is None else rows.numel(), self.work.width, dtype=self.dtype)
-        # A rank alone without a cache calls torch for nothing, and the mode takes a while to enter.
-        plain = self.wire is None and cache is None and rows is None
-        with self._lock, nullcontext() if plain else torch.inference_mode():
-            call = checked_call(self.work, inputs, extras, cache, slots, rows)
-            if not inputs.tokens and extras.is_empty:
-                return out
-            self.buffers.reserve(max(inputs.tokens, 1))
-            if self.wire is None or isinstance(self.wire, HostWire):
-                Pass(self.work, self.buffers, self.wire, call).run(out)
-            else:
-                self.wire.new_pass(self.work, self.buffers, call).run(out)
-            if cache is not None:
-                assert call.slots is not None
-                assert call.past is not None
-                cache.lengths[call.slots] = call.past + call.lengths
-        return out
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, V_r]: the logits of this rank's words, of hidden states [n, width]."""
-        if self.work.head is None:
-            raise ValueError("the model has no head, expected one that gives logits, such as LlamaForCausalLM")
-        return self.work.head.apply(hidden)
-
-    def gather(self, part: Tensor) -> list[Tensor]:
-        """What each rank gave, all of one shape."""
-        if self.wire is None:
-            return [part]
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.wire.size)]
-        with self._lock, torch.inference_mode():
-            self.wire.gather(part.contiguous(), parts)
-        return parts

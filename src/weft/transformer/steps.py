@@ -14,7 +14,7 @@ import torch
 
 from weft.transformer.call import inputs_of
 from weft.transformer.memory import RankCache
-from weft.transformer.passes import RankProgram
+from weft.transformer.program import RankProgram
 from weft.transformer.requests import Decode, RequestState, TextRequest
 from weft.transformer.sampling import ChosenToken, choose_each
 

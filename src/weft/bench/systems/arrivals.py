@@ -92,8 +92,8 @@ def serve_continuously(
 def serve_in_batches(
     model: Any, arrivals: Sequence[TimedRequest], *, most: int, clock: Clock = time.perf_counter
 ) -> Service:  # fmt: skip
-    """What has arrived, up to `most` requests, is a batch that runs to its end; who comes meanwhile waits. A request that
-    has its tokens leaves the batch, which gets faster, but all get their answers when the last one has."""
+    """What has arrived, up to `most` requests, is a batch that runs to its end; who comes meanwhile waits. A request
+    that has its tokens leaves the batch, which gets faster, but all get their answers when the last one has."""
     generator, waiting, now, latencies, tokens = Generator(model), list(arrivals), 0.0, [], 0
     while waiting:
         now = max(now, waiting[0].at)
