@@ -20,6 +20,7 @@ from weft.models.family import (
     table,
 )
 from weft.models.modules import is_of
+from weft.models.options import Options
 from weft.models.spec import Attention, Embedding, Layer, Mlp, Norm, NormKind, NormOrder, Rotary, Transformer
 
 
@@ -71,8 +72,18 @@ def _rms_norm(module: Any) -> Norm:
     return Norm(module.weight, None, module.variance_epsilon, NormKind.RMS)
 
 
+_OPTIONS = Options(
+    followed={
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters", "attention_bias", "attention_dropout",
+        "mlp_bias",
+    },
+    idle={"pretraining_tp"},
+)  # fmt: skip
+
 LLAMA = Family(
     "LlamaModel", describe_llama, "BaseModelOutputWithPast", decoder_heads("Llama", "ForCausalLM"),
     has_cache=True, on_ranks=True,
     stages=StageNames("model", "embed_tokens", "layers", "norm", "lm_head", everywhere=("rotary_emb",)),
+    options=_OPTIONS,
 )  # fmt: skip

@@ -10,6 +10,7 @@ from weft.models.family import (
     Drops,
     Family,
     activation_of,
+    check_bidirectional,
     check_rope,
     encoder_heads,
     layer_norm,
@@ -17,6 +18,7 @@ from weft.models.family import (
     recomputes,
     table,
 )
+from weft.models.options import Options
 from weft.models.spec import Attention, Embedding, Layer, Mlp, NormOrder, Rotary, Transformer
 
 
@@ -36,6 +38,7 @@ def describe_modernbert(model: Any) -> Transformer:
 
 def _layer(config: Any, layer: Any, rotary: Rotary, drops: Drops) -> Layer:
     attention, mlp, width = layer.attn, layer.mlp, layer.attn.head_dim
+    check_bidirectional(attention)
     out = linear(attention.Wo)
     heads = out.weights[0].shape[1] // width
     window = config.sliding_window if layer.attention_type == "sliding_attention" else -1
@@ -53,4 +56,20 @@ def _layer(config: Any, layer: Any, rotary: Rotary, drops: Drops) -> Layer:
     )  # fmt: skip
 
 
-MODERNBERT = Family("ModernBertModel", describe_modernbert, "BaseModelOutput", encoder_heads("ModernBert"))
+_OPTIONS = Options(
+    followed={
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_activation", "norm_eps",
+        "norm_bias", "attention_bias", "mlp_bias", "attention_dropout", "mlp_dropout", "embedding_dropout",
+        "layer_types", "rope_parameters", "local_attention", "decoder_bias", "classifier_pooling", "classifier_dropout",
+        "classifier_bias", "classifier_activation",
+    },
+    idle={
+        "cls_token_id", "sep_token_id", "initializer_cutoff_factor", "deterministic_flash_attn",
+        "sparse_pred_ignore_index",
+    },
+    fixed={"sparse_prediction": (False,), "is_causal": (False,)},
+)  # fmt: skip
+
+MODERNBERT = Family(
+    "ModernBertModel", describe_modernbert, "BaseModelOutput", encoder_heads("ModernBert"), options=_OPTIONS
+)
