@@ -12,14 +12,17 @@ from inspect import signature
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from family_table import PAD, POSITIONS, ROWS
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import weft
+from weft.errors import Unsupported
+from weft.parallel.stages import model_stage
 
 transformers.logging.set_verbosity_error()
 
@@ -180,6 +183,22 @@ def is_tie(model: Any, prompt: list[int], a: list[int], b: list[int]) -> bool:
     return abs(float(logits[a[at]] - logits[b[at]])) < CLOSE
 
 
+def registry(case: Case) -> None:
+    """`attn_implementation="weft"` in the model's own code: its numbers. Or that code asks nobody for its attention."""
+    model, other = case.model(), case.model()
+    weft.register_attention()
+    other.set_attn_implementation("weft")
+    ids, mask = case.padded()
+    if model._supports_attention_backend:
+        for given, real in ((ids, mask), case.padded("left")):
+            with torch.no_grad():
+                want, got = (m(given, attention_mask=real)[0] for m in (model, other))
+            close(got[real.bool()], want[real.bool()], "states by the registry")
+    elif other.config._attn_implementation == "weft":
+        with pytest.raises(Unsupported):
+            other(ids, attention_mask=mask)
+
+
 # ---- weft's own forms ------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +232,9 @@ def others(case: Case) -> None:
     packed = weft.pack(case.model())
     at = case.random.randrange(len(case.texts))
     changed = list(case.texts)
-    changed[at] = case.text(len(changed[at]) + case.random.choice((-1, 0, 3)) or 2)
+    length = len(changed[at]) + case.random.choice((-1, 0, 3)) or 2
+    while torch.equal(changed[at], case.texts[at]):
+        changed[at] = case.text(length)
     with torch.no_grad():
         before, after = (dict(in_all_forms(case, packed, texts)) for texts in (case.texts, changed))
     for form, states in before.items():
@@ -242,7 +263,7 @@ def dropouts(case: Case) -> None:
 
 
 ALONE: dict[str, Callable[[Case], None]] = {
-    check.__name__: check for check in (outputs, gradients, tokens, forms, others, dropouts)
+    check.__name__: check for check in (outputs, gradients, tokens, registry, forms, others, dropouts)
 }
 
 
@@ -250,7 +271,10 @@ ALONE: dict[str, Callable[[Case], None]] = {
 
 
 def losses_on_ranks(cases: list[tuple[str, int, int]]) -> list[str]:
-    """Two losses with a step between, on all ranks, beside those of one. Returns what was wrong, for every case."""
+    """Two losses with a step between, on all ranks, beside those of one; and that of a model in stages.
+
+    Returns what was wrong, for every case.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     wrong = []
     for name, seed, number in cases:
@@ -259,11 +283,28 @@ def losses_on_ranks(cases: list[tuple[str, int, int]]) -> list[str]:
         labels = case.labels(ids, mask)
         alone = case.model(case.row.words)
         shared = weft.parallelize(case.model(case.row.words), mesh)
+        first = loss_of(case, alone, ids, mask, labels).item()
         want, got = (steps(case, model, ids, mask, labels) for model in (alone, shared))
+        if case.row.family.stages is not None:
+            want, got = [*want, first], [*got, loss_in_stages(case, mesh, ids, mask, labels)]
         far = [f"{g:.6f} instead of {w:.6f}" for g, w in zip(got, want, strict=True) if not abs(g - w) <= LOSSES_CLOSE]
         if far:
             wrong.append(f"{name} seed {seed} case {number}: losses {', '.join(far)}; {case.config}")
     return wrong
+
+
+def loss_in_stages(case: Case, mesh: DeviceMesh, ids: Tensor, mask: Tensor, labels: Tensor) -> float:
+    """The loss of a model that is cut into stages, one after the other on the same ranks."""
+    case.config.attention_dropout = 0.0
+    count = 1 if case.config.tie_word_embeddings else min(2, case.config.num_hidden_layers)
+    batch = weft.PackedBatch.from_padded(ids, mask)
+    following = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    rows = batch.values
+    for index in range(count):
+        stage = model_stage(case.model(case.row.words), index, count, mesh)
+        following_ids = batch.gather(following) if index == count - 1 else None
+        rows = stage(rows, cu_seqlens=batch.cu_seqlens, next_ids=following_ids)
+    return float(rows.detach()) / int((following != IGNORED).sum())
 
 
 def steps(case: Case, model: Any, ids: Tensor, mask: Tensor, labels: Tensor) -> list[float]:
