@@ -240,6 +240,14 @@ def doctor(
 
 
 @app.command()
+def models() -> None:
+    """List the families of models that weft knows, and what it does with each."""
+    from weft.cli.doctor import models_table
+
+    typer.echo(models_table())
+
+
+@app.command()
 def bench(
     name: Annotated[str | None, typer.Argument(help="Which benchmark; --list shows them.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The fewest rows, within 3 minutes.")] = False,

@@ -216,6 +216,33 @@ def _transformers() -> Check:
     return Check("transformers", "ok" if known else "broken", f'{number}, knows attn_implementation="weft"')
 
 
+def models_table() -> str:
+    """What weft does with each family of models, as Markdown: `docs/models.md` shows it."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    from weft.models.families import FAMILIES
+
+    loaded = set()  # the classes that a folder of embeddings is loaded as
+    for names in MODEL_MAPPING_NAMES.values():
+        loaded |= {names} if isinstance(names, str) else set(names)
+    rows = []
+    for family in FAMILIES:
+        heads = ", ".join(f"`{name}`" for name in family.heads) or "none"
+        does = {
+            "pack": True,
+            "parallelize": family.on_ranks,
+            "generate": family.has_cache,
+            "stages": family.stages is not None,
+            "embed": family.base in loaded,
+            "registry": getattr(transformers, family.base)._supports_attention_backend,
+        }
+        cells = ["yes" if able else "no" for able in does.values()]
+        rows.append(f"| `{family.base}` | {' | '.join(cells)} | {heads} |")
+    titles = ["model", *does, "classes around it"]
+    return "\n".join([f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *rows])
+
+
 CHECKS: tuple[Callable[[], Check], ...] = (
     _python,
     _cpu,

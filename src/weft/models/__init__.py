@@ -3,6 +3,7 @@
 spec       the values: layers, attention, norms, heads; walks over them
 fit        whether the tensors of such values fit each other
 family     `Family`, what one file of `families/` says; functions that read modules strictly
+options    the options of a config: what becomes of each
 families/  one file for each family, and the list of them
 modules    is the model still made as it was when it was read?
 twin       how a model gets another `forward`

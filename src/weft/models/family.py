@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from weft.errors import Unsupported
 from weft.models.modules import check_untouched, home_of, is_of
+from weft.models.options import Options, require
 from weft.models.spec import Norm, NormKind, Projection, Transformer, VocabularyHead
 
 
@@ -83,6 +84,7 @@ class Family:
     has_cache  a decoder: it fills a cache of keys and values
     on_ranks   `parallelize` takes it
     stages     how it is cut into pipeline stages
+    options    what becomes of each option of its config class
     """
 
     base: str
@@ -94,6 +96,7 @@ class Family:
     has_cache: bool = False
     on_ranks: bool = False
     stages: StageNames | None = None
+    options: Options = field(kw_only=True)
 
     @property
     def classes(self) -> list[str]:
@@ -101,7 +104,10 @@ class Family:
         return [self.base, *self.heads]
 
     def read(self, model: Any) -> Transformer:
-        """The description of a base model. Raises where a module in it would not compute what its class does."""
+        """The description of a base model. Raises where a module in it would not compute what its class does, or an
+        option of its config would be ignored."""
+        for config in configs_in(model):
+            self.options.check(config)
         check_attention(model.config)
         check_same_attention(model)
         home = home_of(model)
@@ -164,6 +170,12 @@ def check_same_attention(model: Any) -> None:
                 f"{type(model).__name__}.{name} was made for the attention {found!r}, and the model for {wanted!r}; "
                 f"give both the same by set_attn_implementation"
             )
+
+
+def configs_in(model: Any) -> list[Any]:
+    """The config of a model, and those of modules that were made by another one."""
+    found = (module.__dict__.get("config") for module in model.modules())
+    return list({id(config): config for config in found if config is not None}.values())
 
 
 def called_in(base: Any) -> list[nn.Module]:
@@ -289,20 +301,20 @@ def recomputes(layer: Any) -> bool:
     return bool(getattr(layer, "gradient_checkpointing", False) and layer.training)
 
 
-def require(config: Any, allowed: dict[str, Iterable[object]]) -> None:
-    """Raises unless each option of the config has one of the allowed values; an option it lacks is fine."""
-    for name, values in allowed.items():
-        value = getattr(config, name, None)
-        if value is not None and value not in list(values):
-            expected = " or ".join(repr(v) for v in values)
-            raise Unsupported(f"config.{name} = {value!r} is not supported; expected {expected}")
-
-
 def check_causal(config: Any, attention: Any) -> None:
     """Raises where a decoder was told to look ahead, by its config or in one of its layers."""
     require(config, {"is_causal": [True]})
     if not attention.is_causal:
         raise Unsupported("an attention of the model has is_causal = False, expected True: it would see later tokens")
+
+
+def check_bidirectional(attention: Any) -> None:
+    """Raises where an attention of an encoder hides later tokens: its model was once made as a decoder."""
+    if attention.is_causal:
+        raise Unsupported(
+            "an attention of the encoder has is_causal = True, expected False: some kernels of transformers would hide "
+            "later tokens, and others not; make the model by a config with is_decoder = False"
+        )
 
 
 def is_known(kind: type) -> bool:

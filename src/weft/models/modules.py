@@ -10,11 +10,11 @@ question (`weft.kernels.freshness`).
 from __future__ import annotations
 
 import copy
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import getitem, is_
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,17 +203,15 @@ def _is_stock(kind: type) -> bool:
             return True
         if forward is not None:
             code, name = getattr(forward, "__code__", None), getattr(forward, "__qualname__", "")
-            written = code is not None and any(root in Path(code.co_filename).parents for root in _roots())
+            written = code is not None and code.co_filename.startswith(_roots())
             return written and name == f"{base.__qualname__}.forward"
     return False
 
 
-def _roots() -> Iterator[Path]:
-    for name in ("torch", "transformers"):
-        if name in sys.modules:
-            file = sys.modules[name].__file__
-            assert file is not None
-            yield Path(file).parent
+def _roots() -> tuple[str, ...]:
+    """The folders of torch and transformers, as the names of files in them begin."""
+    files = [sys.modules[name].__file__ for name in ("torch", "transformers") if name in sys.modules]
+    return tuple(os.path.join(os.path.dirname(file), "") for file in files if file is not None)
 
 
 def _name(hook: object) -> str:

@@ -29,7 +29,7 @@ class NormOrder(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """`weight` and `bias` [width], or None for ones and zeros. `shift` is added to the weight; those of Gemma start at 0."""
+    """`weight` and `bias` [width], or None for ones and zeros. `shift` is added to the weight: Gemma's start at 0."""
 
     weight: Tensor | None
     bias: Tensor | None

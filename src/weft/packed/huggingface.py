@@ -109,6 +109,8 @@ class PackedBase(AnyForm):
         assert model.embedding is not None
         supported = _INPUTS | set(model.embedding.names) | (CACHE_ARGUMENTS if family.has_cache else set())
         reject(arguments, supported | MARKS, self)
+        if self.weft_splits and arguments.get("is_causal") is False:
+            raise Unsupported(f"{type(self).__name__}: is_causal=False, a decoder that looks ahead, is not supported")
         batch, padded = self.weft_pack(arguments)
         self._check_holes(batch, model)
         positions = self._positions(batch, padded, arguments)
@@ -303,8 +305,8 @@ class PackedHead(AnyForm):
             packed_labels(batch, arguments["labels"], self._weft_head, flat=False)
 
     def _token_by_token(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        if getattr(self.config, "sparse_prediction", False):  # type: ignore[attr-defined]
-            raise Unsupported("config.sparse_prediction = True is not supported; expected False")
+        if getattr(self, "sparse_prediction", False):
+            raise Unsupported("sparse_prediction = True is not supported; expected False")
         base = getattr(self, self._weft_base)
         prepared = base.weft_prepare({k: v for k, v in arguments.items() if k not in HEAD_ARGUMENTS})
         rest = {k: v for k, v in arguments.items() if k in HEAD_ARGUMENTS and v is not None}

@@ -13,14 +13,15 @@ from weft.models.family import (
     Family,
     Tokens,
     activation_of,
+    check_bidirectional,
     encoder_heads,
     layer_norm,
     linear,
     own_head,
     recomputes,
-    require,
     table,
 )
+from weft.models.options import Options
 from weft.models.spec import (
     Attention,
     Embedding,
@@ -35,10 +36,6 @@ from weft.models.spec import (
 
 def describe_bert(model: Any) -> Transformer:
     """A `BertModel` or `RobertaModel`."""
-    require(
-        model.config,
-        {"is_decoder": [False], "add_cross_attention": [False], "position_embedding_type": ["absolute"]},
-    )
     e, drops = model.embeddings, Drops(model.modules())
     words, types, places = (table(t) for t in (e.word_embeddings, e.token_type_embeddings, e.position_embeddings))
     embedding = Embedding(
@@ -51,6 +48,7 @@ def describe_bert(model: Any) -> Transformer:
 def _bert_layer(layer: Any, drops: Drops) -> Layer:
     attention, output = layer.attention.self, layer.attention.output
     heads = attention.num_attention_heads
+    check_bidirectional(attention)
     return Layer(
         Attention(
             linear(attention.query, attention.key, attention.value), linear(output.dense), heads, heads,
@@ -84,6 +82,7 @@ def describe_distilbert(model: Any) -> Transformer:
 def _distilbert_layer(layer: Any, drops: Drops) -> Layer:
     attention, ffn = layer.attention, layer.ffn
     heads, width = attention.n_heads, attention.attention_head_size
+    check_bidirectional(attention)
     return Layer(
         Attention(
             linear(attention.q_lin, attention.k_lin, attention.v_lin), linear(attention.out_lin), heads, heads, width,
@@ -163,24 +162,44 @@ def distilbert_masked_head(model: Any) -> VocabularyHead:
 
 
 _POOLED = "BaseModelOutputWithPoolingAndCrossAttentions"
+# Of a config class like BERT's. Its encoders can be told to be decoders.
+BERT_OPTIONS = Options(
+    followed={
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act", "type_vocab_size",
+        "layer_norm_eps", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout",
+    },
+    idle=set(),
+    fixed={
+        "is_decoder": (False,), "add_cross_attention": (False,), "is_causal": (False,),
+        "position_embedding_type": ("absolute",),  # of older configs
+    },
+)  # fmt: skip
+_DISTILBERT_OPTIONS = Options(
+    followed={
+        "dim", "n_layers", "n_heads", "hidden_dim", "activation", "dropout", "attention_dropout", "qa_dropout",
+        "seq_classif_dropout",
+    },
+    idle={"sinusoidal_pos_embds"},  # how a new model's table of positions is filled
+    fixed={"is_causal": (False,)},
+)  # fmt: skip
 
 BERT = Family(
     "BertModel", describe_bert, _POOLED, encoder_heads("Bert", bert_masked_head), buffered_positions, buffered_types,
-    on_ranks=True,
+    on_ranks=True, options=BERT_OPTIONS,
 )  # fmt: skip
 ROBERTA = Family(
     "RobertaModel", describe_bert, _POOLED, encoder_heads("Roberta", roberta_masked_head), roberta_positions,
-    buffered_types, on_ranks=True,
+    buffered_types, on_ranks=True, options=BERT_OPTIONS,
 )  # fmt: skip
 XLM_ROBERTA = Family(
     "XLMRobertaModel", describe_bert, _POOLED, encoder_heads("XLMRoberta", roberta_masked_head), roberta_positions,
-    buffered_types, on_ranks=True,
+    buffered_types, on_ranks=True, options=BERT_OPTIONS,
 )  # fmt: skip
 CAMEMBERT = Family(
     "CamembertModel", describe_bert, _POOLED, encoder_heads("Camembert", roberta_masked_head), roberta_positions,
-    buffered_types, on_ranks=True,
+    buffered_types, on_ranks=True, options=BERT_OPTIONS,
 )  # fmt: skip
 DISTILBERT = Family(
     "DistilBertModel", describe_distilbert, "BaseModelOutput", encoder_heads("DistilBert", distilbert_masked_head),
-    buffered_positions, on_ranks=True,
+    buffered_positions, on_ranks=True, options=_DISTILBERT_OPTIONS,
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from weft.models.families.bert import buffered_positions, buffered_types, describe_bert
+from weft.models.families.bert import BERT_OPTIONS, buffered_positions, buffered_types, describe_bert
 from weft.models.family import Family, activation_of, encoder_heads, layer_norm, linear, own_head
 from weft.models.spec import HeadTransform, Transformer, VocabularyHead
 
@@ -26,7 +26,15 @@ def electra_masked_head(model: Any) -> VocabularyHead:
     return VocabularyHead(linear(model.generator_lm_head), transform)
 
 
+_OPTIONS = replace(
+    BERT_OPTIONS,
+    followed=BERT_OPTIONS.followed | {"embedding_size"},
+    # of ElectraForMultipleChoice, which is none of the classes here
+    idle={"summary_activation", "summary_last_dropout", "summary_type", "summary_use_proj"},
+)
+
 ELECTRA = Family(
     "ElectraModel", describe_electra, "BaseModelOutputWithPastAndCrossAttentions",
     encoder_heads("Electra", electra_masked_head), buffered_positions, buffered_types, on_ranks=True,
+    options=_OPTIONS,
 )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 from weft.errors import Unsupported
 from weft.models.families.llama import (
+    KIN_OPTIONS,
     STAGES,
     gated_mlp,
     heads_of,
@@ -30,6 +31,7 @@ from weft.models.family import (
     table,
 )
 from weft.models.modules import is_of
+from weft.models.options import Options
 from weft.models.spec import (
     Attention,
     Embedding,
@@ -103,11 +105,20 @@ def _head(model: Any) -> VocabularyHead:
     return causal_head(model)
 
 
+_OPTIONS = Options(
+    followed=(KIN_OPTIONS - {"hidden_act"}) | {
+        "head_dim", "attention_bias", "hidden_activation", "layer_types", "sliding_window",
+        "use_bidirectional_attention", "query_pre_attn_scalar",
+        "final_logit_softcapping",
+    },
+    idle={"attn_logit_softcapping"},  # which transformers does not apply here
+)  # fmt: skip
+
 GEMMA3 = Family(
     "Gemma3TextModel", describe_gemma3, "BaseModelOutputWithPast",
     {
         "Gemma3ForCausalLM": Head(HeadKind.NEXT_TOKEN, _head),
         "Gemma3TextForSequenceClassification": Head(HeadKind.LAST),
     },
-    has_cache=True, on_ranks=True, stages=STAGES,
+    has_cache=True, on_ranks=True, stages=STAGES, options=_OPTIONS,
 )  # fmt: skip

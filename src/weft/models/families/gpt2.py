@@ -14,16 +14,15 @@ from weft.models.family import (
     decoder_heads,
     layer_norm,
     recomputes,
-    require,
     table,
 )
 from weft.models.modules import is_of
+from weft.models.options import Options
 from weft.models.spec import Attention, Embedding, Layer, Mlp, NormOrder, Projection, Transformer
 
 
 def describe_gpt2(model: Any) -> Transformer:
     """A `GPT2Model`; or a stage of one, whose `wte` or `ln_f` is None."""
-    require(model.config, {"add_cross_attention": [False]})
     drops = Drops(model.modules())
     embedding = None if model.wte is None else _embedding(model, drops)
     for block in model.h:
@@ -63,8 +62,21 @@ def _conv1d(module: Any) -> Projection:
     return Projection((module.weight,), (module.bias,), transposed=True)
 
 
+_OPTIONS = Options(
+    followed={
+        "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function", "layer_norm_epsilon",
+        "embd_pdrop", "attn_pdrop", "resid_pdrop", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
+    },
+    idle={
+        "reorder_and_upcast_attn",  # scores in float32, as weft has them anyway
+        # of GPT2DoubleHeadsModel, which is none of the classes here
+        "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    },
+    fixed={"add_cross_attention": (False,)},
+)  # fmt: skip
+
 GPT2 = Family(
     "GPT2Model", describe_gpt2, "BaseModelOutputWithPastAndCrossAttentions", decoder_heads("GPT2", "LMHeadModel"),
-    has_cache=True, on_ranks=True,
+    has_cache=True, on_ranks=True, options=_OPTIONS,
     stages=StageNames("transformer", "wte", "h", "ln_f", "lm_head", first=("wpe", "drop")),
 )  # fmt: skip

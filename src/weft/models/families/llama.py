@@ -20,6 +20,7 @@ from weft.models.family import (
     rms_norm,
     table,
 )
+from weft.models.options import Options
 from weft.models.spec import Attention, Embedding, Layer, Mlp, NormOrder, Projection, Rotary, Transformer
 
 Window = Callable[[Any, int], int | None]  # of a config and a layer's number: how many keys a token sees, with its own
@@ -134,7 +135,13 @@ def _layer(
 
 STAGES = StageNames("model", "embed_tokens", "layers", "norm", "lm_head", everywhere=("rotary_emb",))
 
+KIN_OPTIONS = frozenset({
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_act",
+    "rms_norm_eps", "rope_parameters", "attention_dropout",
+})  # fmt: skip
+_OPTIONS = Options(followed=KIN_OPTIONS | {"head_dim", "attention_bias", "mlp_bias"}, idle={"pretraining_tp"})
+
 LLAMA = Family(
     "LlamaModel", describe_llama, "BaseModelOutputWithPast", decoder_heads("Llama", "ForCausalLM"),
-    has_cache=True, on_ranks=True, stages=STAGES,
+    has_cache=True, on_ranks=True, stages=STAGES, options=_OPTIONS,
 )  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.models.families.llama import STAGES, describe_kin
+from weft.models.families.llama import KIN_OPTIONS, STAGES, describe_kin
 from weft.models.family import Family, decoder_heads
+from weft.models.options import Options
 from weft.models.spec import Transformer
 
 
@@ -17,4 +18,5 @@ def describe_mistral(model: Any) -> Transformer:
 MISTRAL = Family(
     "MistralModel", describe_mistral, "BaseModelOutputWithPast", decoder_heads("Mistral", "ForCausalLM"),
     has_cache=True, on_ranks=True, stages=STAGES,
+    options=Options(KIN_OPTIONS | {"head_dim", "sliding_window"}, idle=set()),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from weft.models.family import (
     Drops,
     Family,
     activation_of,
+    check_bidirectional,
     check_rope,
     encoder_heads,
     layer_norm,
@@ -19,6 +20,7 @@ from weft.models.family import (
     recomputes,
     table,
 )
+from weft.models.options import Options
 from weft.models.spec import (
     Attention,
     Embedding,
@@ -48,6 +50,7 @@ def describe_modernbert(model: Any) -> Transformer:
 
 def _layer(config: Any, layer: Any, rotary: Rotary, drops: Drops) -> Layer:
     attention, mlp, width = layer.attn, layer.mlp, layer.attn.head_dim
+    check_bidirectional(attention)
     out = linear(attention.Wo)
     heads = out.weights[0].shape[1] // width
     window = config.sliding_window if layer.attention_type == "sliding_attention" else -1
@@ -74,7 +77,21 @@ def modernbert_masked_head(model: Any) -> VocabularyHead:
     return VocabularyHead(linear(model.decoder), transform)
 
 
+_OPTIONS = Options(
+    followed={
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_activation", "norm_eps",
+        "norm_bias", "attention_bias", "mlp_bias", "attention_dropout", "mlp_dropout", "embedding_dropout",
+        "layer_types", "rope_parameters", "local_attention", "decoder_bias", "classifier_pooling", "classifier_dropout",
+        "classifier_bias", "classifier_activation",
+    },
+    idle={
+        "cls_token_id", "sep_token_id", "initializer_cutoff_factor", "deterministic_flash_attn",
+        "sparse_pred_ignore_index",
+    },
+    fixed={"sparse_prediction": (False,), "is_causal": (False,)},
+)  # fmt: skip
+
 MODERNBERT = Family(
     "ModernBertModel", describe_modernbert, "BaseModelOutput", encoder_heads("ModernBert", modernbert_masked_head),
-    on_ranks=True,
+    on_ranks=True, options=_OPTIONS,
 )  # fmt: skip

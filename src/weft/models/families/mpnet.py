@@ -15,6 +15,7 @@ from weft.models.family import (
     recomputes,
     table,
 )
+from weft.models.options import Options
 from weft.models.spec import Attention, Embedding, Layer, Mlp, NormOrder, RelativeBias, Transformer
 
 _BUCKETS, _FARTHEST = 32, 128  # what transformers computes with, whatever the config says
@@ -56,4 +57,12 @@ def _layer(layer: Any, bias: RelativeBias, drops: Drops) -> Layer:
 MPNET = Family(
     "MPNetModel", describe_mpnet, "BaseModelOutputWithPooling", encoder_heads("MPNet", roberta_masked_head),
     roberta_positions, on_ranks=True,
+    options=Options(
+        {
+            "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
+            "layer_norm_eps", "hidden_dropout_prob", "attention_probs_dropout_prob", "relative_attention_num_buckets",
+        },
+        idle=set(),
+        fixed={"is_causal": (False,)},
+    ),
 )  # fmt: skip

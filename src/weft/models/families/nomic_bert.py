@@ -9,6 +9,7 @@ from weft.models.family import (
     Drops,
     Family,
     activation_of,
+    check_bidirectional,
     check_rope,
     encoder_heads,
     layer_norm,
@@ -17,6 +18,7 @@ from weft.models.family import (
     recomputes,
     table,
 )
+from weft.models.options import Options
 from weft.models.spec import (
     Attention,
     Embedding,
@@ -46,6 +48,7 @@ def describe_nomic_bert(model: Any) -> Transformer:
 
 def _layer(layer: Any, rotary: Rotary, drops: Drops) -> Layer:
     attention = layer.self_attn
+    check_bidirectional(attention)
     qkv, heads, kv_heads = heads_of(attention)
     return Layer(
         Attention(
@@ -73,4 +76,12 @@ def nomic_bert_masked_head(model: Any) -> VocabularyHead:
 NOMIC_BERT = Family(
     "NomicBertModel", describe_nomic_bert, "BaseModelOutputWithPooling",
     encoder_heads("NomicBert", nomic_bert_masked_head, answers=False), on_ranks=True,
+    options=Options(
+        {
+            "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size", "hidden_act",
+            "type_vocab_size", "layer_norm_eps", "hidden_dropout_prob", "attention_probs_dropout_prob",
+            "classifier_dropout", "rope_parameters",
+        },
+        idle=set(), fixed={"is_causal": (False,)},
+    ),
 )  # fmt: skip

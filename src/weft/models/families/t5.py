@@ -11,12 +11,13 @@ from weft.models.family import (
     Head,
     HeadKind,
     activation_of,
+    check_bidirectional,
     linear,
     recomputes,
-    require,
     rms_norm,
     table,
 )
+from weft.models.options import Options
 from weft.models.spec import Attention, Embedding, Layer, Mlp, NormOrder, RelativeBias, Transformer
 
 _NORM = "T5LayerNorm"
@@ -24,7 +25,6 @@ _NORM = "T5LayerNorm"
 
 def describe_t5(model: Any) -> Transformer:
     """A `T5EncoderModel`."""
-    require(model.config, {"is_decoder": [False]})
     stack, drops = model.encoder, Drops(model.modules())
     if stack.is_decoder or not len(stack.block):
         raise Unsupported("a T5 stack that is a decoder, or has no layers, is not supported; expected an encoder")
@@ -48,6 +48,7 @@ def _layer(block: Any, bias: RelativeBias | None, drops: Drops) -> Layer:
         raise Unsupported(f"a block of T5 has {len(block.layer)} parts, expected attention and an MLP")
     attending, forward = block.layer
     attention, dense = attending.SelfAttention, forward.DenseReluDense
+    check_bidirectional(attention)
     gated = hasattr(dense, "wi_0")
     up = linear(dense.wi_0, dense.wi_1) if gated else linear(dense.wi)
     return Layer(
@@ -66,7 +67,17 @@ def _layer(block: Any, bias: RelativeBias | None, drops: Drops) -> Layer:
     )  # fmt: skip
 
 
+_OPTIONS = Options(
+    followed={
+        "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "relative_attention_num_buckets",
+        "relative_attention_max_distance", "dropout_rate", "layer_norm_epsilon", "feed_forward_proj",
+        "classifier_dropout",
+    },
+    idle={"initializer_factor", "num_decoder_layers"},
+    fixed={"is_decoder": (False,), "is_causal": (False,)},
+)  # fmt: skip
+
 T5 = Family(
     "T5EncoderModel", describe_t5, "BaseModelOutput",
-    {"T5ForTokenClassification": Head(HeadKind.TOKENS)}, on_ranks=True,
+    {"T5ForTokenClassification": Head(HeadKind.TOKENS)}, on_ranks=True, options=_OPTIONS,
 )  # fmt: skip
