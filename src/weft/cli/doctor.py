@@ -221,9 +221,10 @@ def models_table() -> str:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
+    from weft.jobs.embed.encoder import ENCODERS
     from weft.models.families import FAMILIES
 
-    loaded = set()  # the classes that a folder of embeddings is loaded as
+    loaded = set(ENCODERS.values())  # the classes that a folder of embeddings is loaded as
     for names in MODEL_MAPPING_NAMES.values():
         loaded |= {names} if isinstance(names, str) else set(names)
     rows = []

@@ -98,11 +98,17 @@ class Encoder:
         return len(ids) - (1 if ids and ids[-1] in special else 0)
 
 
-def _load_model(folder: Path, dtype: str | None) -> Any:
-    from transformers import AutoModel
+# Kinds of models that also have a decoder, which makes no vectors: what is loaded of them.
+ENCODERS = {"t5": "T5EncoderModel"}
 
-    options = {} if dtype is None else {"dtype": DTYPES[dtype]}
-    model, found = AutoModel.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
+
+def _load_model(folder: Path, dtype: str | None) -> Any:
+    import transformers
+
+    options: dict[str, Any] = {} if dtype is None else {"dtype": DTYPES[dtype]}
+    config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    loader: Any = getattr(transformers, ENCODERS.get(config.model_type, "AutoModel"))
+    model, found = loader.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
     check_complete(folder, model, found["missing_keys"])
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # of a BERT: nobody reads it
