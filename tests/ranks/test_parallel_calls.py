@@ -109,5 +109,19 @@ def buffers_and_labels() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("calls", [flattened, caches, buffers_and_labels])
+def losses() -> None:
+    """Of models whose class has a loss of its own, which does not count items, and of those with a `loss_function`."""
+    ids = torch.randint(2, 50, (3, 9))
+    for name, head in (("Bert", "ForMaskedLM"), ("Llama", "ForCausalLM")):
+        model, plain = pair(name, head)
+        for items in (None, torch.tensor(40)):
+            given = {} if items is None else {"num_items_in_batch": items}
+            close(model(ids, labels=ids, **given).loss, plain(ids, labels=ids, **given).loss)
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+    with pytest.raises(Unsupported, match="the loss_function of LlamaForCausalLM is <lambda>, expected transformers'"):
+        model(ids, labels=ids)
+    model(ids)  # without a loss nobody asks
+
+
 def test_calls(calls: Any, ranks: int) -> None:
     run_ranks(calls, ranks, timeout=120.0)

@@ -35,10 +35,15 @@ class HeadKind(Enum):
 
 @dataclass(frozen=True)
 class Head:
-    """One class of a family with a head. `vocabulary` reads logits of words, which ranks share, out of such a model."""
+    """One class of a family with a head. `vocabulary` reads logits of words, which ranks share, out of such a model.
+
+    `loss` is the name of the function of transformers that its `loss_function` is: it counts `num_items_in_batch`, and
+    users may replace it. None where the class has a loss of its own, which nobody can replace.
+    """
 
     kind: HeadKind
     vocabulary: Callable[[Any], VocabularyHead] | None = None
+    loss: str | None = None
 
 
 class Tokens(Protocol):
@@ -123,12 +128,12 @@ class Family:
 
 
 def encoder_heads(
-    name: str, masked: Callable[[Any], VocabularyHead] | None = None, *, answers: bool = True
+    name: str, masked: Callable[[Any], VocabularyHead] | None = None, *, answers: bool = True, loss: str | None = None
 ) -> dict[str, Head]:  # fmt: skip
-    """The usual classes around an encoder; `masked` reads the head of its masked language model. `answers`: it has one
-    for question answering."""
+    """The usual classes around an encoder; `masked` reads the head of its masked language model, whose `loss` it is.
+    `answers`: it has one for question answering."""
     heads = {
-        f"{name}ForMaskedLM": Head(HeadKind.TOKENS, masked),
+        f"{name}ForMaskedLM": Head(HeadKind.TOKENS, masked, loss),
         f"{name}ForTokenClassification": Head(HeadKind.TOKENS),
         f"{name}ForSequenceClassification": Head(HeadKind.FIRST),
     }
@@ -144,6 +149,20 @@ def own_head(model: nn.Module, head: Any) -> Any:
     return head
 
 
+CAUSAL_LOSS, MASKED_LOSS = "ForCausalLMLoss", "ForMaskedLMLoss"
+
+
+def check_loss(model: Any, name: str) -> None:
+    """Raises where a model computes another loss than transformers' function `name`, by its config or a user's hand."""
+    found: Any = model.loss_function
+    own = getattr(found, "__name__", type(found).__name__)
+    if own != name or not str(getattr(found, "__module__", "")).startswith("transformers."):
+        raise Unsupported(
+            f"the loss_function of {type(model).__name__} is {own}, expected transformers' {name}, which ranks compute "
+            "on logits as they lie; leave labels out and compute the loss from the logits"
+        )
+
+
 def causal_head(model: Any) -> VocabularyHead:
     """Of a language model whose head is one linear."""
     return VocabularyHead(linear(model.lm_head))
@@ -152,7 +171,7 @@ def causal_head(model: Any) -> VocabularyHead:
 def decoder_heads(name: str, causal: str) -> dict[str, Head]:
     """The usual classes around a decoder; `causal` is the end of the name of its language model."""
     return {
-        f"{name}{causal}": Head(HeadKind.NEXT_TOKEN, causal_head),
+        f"{name}{causal}": Head(HeadKind.NEXT_TOKEN, causal_head, CAUSAL_LOSS),
         f"{name}ForSequenceClassification": Head(HeadKind.LAST),
         f"{name}ForTokenClassification": Head(HeadKind.TOKENS),
         f"{name}ForQuestionAnswering": Head(HeadKind.SPANS),

@@ -173,7 +173,7 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Scale:
+class StoredScale:
     """A number that a model keeps in a buffer []; it is rounded to the model's type before it is used."""
 
     value: Tensor
@@ -199,7 +199,7 @@ class Embedding:
     dropout: float = 0.0
     padding: int | None = None
     paddings: tuple[int | None, ...] = ()
-    scale: Scale | None = None
+    scale: StoredScale | None = None
     projection: Projection | None = None
 
     @property
@@ -272,7 +272,7 @@ def tensors(value: object, *, without: tuple[type, ...] = ()) -> Iterator[Tensor
 
 def weights(value: object) -> Iterator[Tensor]:
     """The tensors that a model computes with in its own type: all but rotary frequencies and numbers in buffers."""
-    return tensors(value, without=(Rotary, Scale))
+    return tensors(value, without=(Rotary, StoredScale))
 
 
 _ValueT = TypeVar("_ValueT")

@@ -126,7 +126,9 @@ def _share(model: nn.Module, family: Family, mesh: DeviceMesh, overlap: str) -> 
     if head is not None and vocabulary is None:
         become(model, ParallelHead, {**attributes, "_weft_head": head.kind})
     elif head is not None:
-        become(model, ParallelVocabulary, {**attributes, "_weft_head": head.kind, "_weft_vocabulary": vocabulary})
+        become(model, ParallelVocabulary, {
+            **attributes, "_weft_head": head.kind, "_weft_vocabulary": vocabulary, "_weft_loss": head.loss,
+        })  # fmt: skip
 
 
 def _group(mesh: DeviceMesh, overlap: str) -> ProcessGroup:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.errors import Unsupported
 from weft.kernels.attention import dropout_seed
-from weft.models.family import HeadKind, called_in
+from weft.models.family import HeadKind, called_in, check_loss
 from weft.models.spec import ModelSpec, VocabularyHead
 from weft.packed.batch import PackedBatch
 from weft.packed.forms import AnyForm
@@ -103,6 +103,7 @@ class ParallelVocabulary(ParallelModel, AnyForm):
     _weft_head: HeadKind
     _weft_base: str
     _weft_vocabulary: Callable[[Any], VocabularyHead]
+    _weft_loss: str | None
 
     def weft_engine(self) -> ParallelEngine:
         module: Any = self
@@ -139,7 +140,9 @@ class ParallelVocabulary(ParallelModel, AnyForm):
                 "logits_to_keep: a loss needs the logits of all tokens; leave labels or logits_to_keep out"
             )
         extras = Extras([] if prepared.wants_states else None)
-        items = arguments.get("num_items_in_batch")
+        items = None if self._weft_loss is None else arguments.get("num_items_in_batch")
+        if labels is not None and self._weft_loss is not None:
+            check_loss(self, self._weft_loss)
         asked = f"items={None if items is None else float(items)} keep={None if keep is None else digest(keep.tokens)}"
         done = self.weft_engine().run(prepared.inputs, extras, labels=targets, asked=asked)
         words, group = done.model.words, self._weft_ranks.group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.models.families.llama import KIN_OPTIONS, describe_kin
-from weft.models.family import Family, causal_head, check_bidirectional, encoder_heads
+from weft.models.family import MASKED_LOSS, Family, causal_head, check_bidirectional, encoder_heads
 from weft.models.options import Options
 from weft.models.spec import Transformer
 
@@ -18,7 +18,8 @@ def describe_eurobert(model: Any) -> Transformer:
 
 
 EUROBERT = Family(
-    "EuroBertModel", describe_eurobert, "BaseModelOutput", encoder_heads("EuroBert", causal_head, answers=False),
+    "EuroBertModel", describe_eurobert, "BaseModelOutput",
+    encoder_heads("EuroBert", causal_head, answers=False, loss=MASKED_LOSS),
     on_ranks=True,
     options=Options(
         KIN_OPTIONS | {"head_dim", "attention_bias", "mlp_bias", "classifier_pooling"},

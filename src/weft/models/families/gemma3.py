@@ -17,6 +17,7 @@ from weft.models.families.llama import (
     window_of_type,
 )
 from weft.models.family import (
+    CAUSAL_LOSS,
     Drops,
     Family,
     Head,
@@ -39,7 +40,7 @@ from weft.models.spec import (
     Norm,
     NormOrder,
     Rotary,
-    Scale,
+    StoredScale,
     Transformer,
     VocabularyHead,
 )
@@ -74,7 +75,7 @@ def _embedding(module: Any) -> Embedding:
     if type(module).__name__ != "Gemma3TextScaledWordEmbedding" or not is_of(type(module), type(module).__module__):
         raise Unsupported(f"expected a Gemma3TextScaledWordEmbedding, got {type(module).__name__}")
     words, padding = table(module, kind=type(module))
-    return Embedding((words,), ("input_ids",), None, padding=padding, scale=Scale(module.embed_scale))
+    return Embedding((words,), ("input_ids",), None, padding=padding, scale=StoredScale(module.embed_scale))
 
 
 def _layer(layer: Any, rotary: Rotary, drops: Drops, limits: tuple[int, int]) -> Layer:
@@ -117,7 +118,7 @@ _OPTIONS = Options(
 GEMMA3 = Family(
     "Gemma3TextModel", describe_gemma3, "BaseModelOutputWithPast",
     {
-        "Gemma3ForCausalLM": Head(HeadKind.NEXT_TOKEN, _head),
+        "Gemma3ForCausalLM": Head(HeadKind.NEXT_TOKEN, _head, CAUSAL_LOSS),
         "Gemma3TextForSequenceClassification": Head(HeadKind.LAST),
     },
     has_cache=True, on_ranks=True, stages=STAGES, options=_OPTIONS,

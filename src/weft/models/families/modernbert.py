@@ -8,6 +8,7 @@ from torch import nn
 
 from weft.errors import Unsupported
 from weft.models.family import (
+    MASKED_LOSS,
     Drops,
     Family,
     activation_of,
@@ -92,6 +93,7 @@ _OPTIONS = Options(
 )  # fmt: skip
 
 MODERNBERT = Family(
-    "ModernBertModel", describe_modernbert, "BaseModelOutput", encoder_heads("ModernBert", modernbert_masked_head),
+    "ModernBertModel", describe_modernbert, "BaseModelOutput",
+    encoder_heads("ModernBert", modernbert_masked_head, loss=MASKED_LOSS),
     on_ranks=True, options=_OPTIONS,
 )  # fmt: skip
