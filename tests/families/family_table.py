@@ -17,7 +17,7 @@ from weft.models.family import ACTIVATIONS, Family
 
 PAD = 1  # MPNet knows no other
 POSITIONS = 40  # tokens of a text, at most
-NARROWEST = 6  # even; a norm over one or two numbers gives signs: neither numbers nor gradients can be compared behind it
+NARROWEST = 6  # even; a norm over one or two numbers gives signs: nothing behind it can be compared
 Options = dict[str, Any]
 
 
