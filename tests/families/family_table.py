@@ -21,7 +21,7 @@ ACTIVATIONS = (
     "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh", "silu",
     "swish", "relu",
 )  # fmt: skip
-NARROWEST = 6  # a norm over one or two numbers gives signs: neither numbers nor gradients can be compared behind it
+NARROWEST = 6  # even; a norm over one or two numbers gives signs: nothing behind it can be compared
 Options = dict[str, Any]
 
 
@@ -199,8 +199,13 @@ def qwen2(r: Random, least: int) -> Options:
     return found | _windows(r, found)
 
 
-def qwen3(r: Random, least: int) -> Options:
+def with_norms_of_heads(r: Random, least: int) -> Options:
     found = rotary_decoder(r, least)
+    return found | {"head_dim": max(found["head_dim"], NARROWEST)}
+
+
+def qwen3(r: Random, least: int) -> Options:
+    found = with_norms_of_heads(r, least)
     return found | {"attention_bias": some(r)} | _windows(r, found)
 
 
@@ -213,7 +218,7 @@ def _windows(r: Random, found: Options) -> Options:
 
 
 def gemma3(r: Random, least: int) -> Options:
-    found = rotary_decoder(r, least)
+    found = with_norms_of_heads(r, least)
     del found["hidden_act"]
     return found | {
         "hidden_activation": activation(r), "attention_bias": some(r), "query_pre_attn_scalar": r.randint(1, 40),

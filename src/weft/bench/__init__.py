@@ -4,7 +4,7 @@ gemm        the native linear against torch's
 overlap     matmuls that communicate while they compute
 reshard     tensors and a state dict between meshes
 pipeline    training steps over several hosts
-packed      models without padding
+packed      models without padding; programs: a step of Trainer, a decoder as an encoder, requests that come and go
 end_to_end  a tensor-parallel transformer: training, prefill, decoding; end_to_end_lab: what its ranks run
 systems     what is measured against what
 harness     systems in turns; cases, measurements, results, rows
