@@ -101,7 +101,11 @@ def test_a_peer_that_could_not_run_says_why_in_the_row_and_in_the_summary() -> N
     assert (row["best_peer"], row["vs_best_peer"], row["peak_fraction"]) == ("hf sdpa", 2.0, 0.5)
     assert "peak_ms" not in row
     rows = dict.fromkeys(("head", "same", "attention", "train", "embed", "rerank"), row)
-    found = packed.summary(**rows, memory={"ratio": 0.1})
+    trainer = {"vs_hf_sdpa": 3.0, "registry_vs_hf_sdpa": 1.5}
+    arrivals = {"vs_best_peer": 1.25}
+    found = packed.summary(**rows, decoder=row, trainer=trainer, arrivals=arrivals, memory={"ratio": 0.1})
+    assert (found["trainer_vs_sdpa"], found["trainer_registry_vs_sdpa"], found["qwen3_vs_sdpa"]) == (3.0, 1.5, 2.0)
+    assert found["continuous_vs_closed"] == 1.25
     assert found["crossencoder_vs_st"] == 2.0
     assert (found["vs_hf_sdpa"], found["vs_onnxruntime"], found["vs_compile"]) == (2.0, "not installed", "not measured")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft import _core
 from weft.bench.harness import BenchOptions, Case, Result, System, measure, track
 from weft.bench.machine import peak_growth
-from weft.bench.programs import TRAINED_TEXTS, WORDS, qwen3, trainer_case
+from weft.bench.programs import TRAINED_TEXTS, WORDS, arrivals_row, qwen3, trainer_case
 from weft.bench.systems.packed import (
     MODES,
     PEERS,
@@ -83,12 +83,13 @@ def run(options: BenchOptions) -> Report:
     embed = _row(_result(embed_case(QUICK_TEXTS if options.quick else 20_000), options))
     pairs = rerank_case(minilm_folder(), sentences(2000), QUICK_PAIRS if options.quick else 100)
     rerank = _row(_result(pairs, options))
+    arrivals = arrivals_row(quick=options.quick)
     memory = memory_row(layers=QUICK_LAYERS)
     figures = {"head": head, "same": same, "attention": attention, "train": train, "embed": embed, "rerank": rerank}
     return Report(
         NAME,
-        rows=[head, same, *others, decoder, attention, train, trainer, embed, rerank, memory],
-        summary=summary(**figures, decoder=decoder, trainer=trainer, memory=memory),
+        rows=[head, same, *others, decoder, attention, train, trainer, embed, rerank, arrivals, memory],
+        summary=summary(**figures, decoder=decoder, trainer=trainer, arrivals=arrivals, memory=memory),
         columns=COLUMNS,
         title=f"packed: {thread_count(0)} threads, float32",
         notes=["loop: one text at a time; sorted: groups of similar length", "x: how many times as long as weft"],
@@ -106,7 +107,7 @@ def demo() -> list[Headline]:
 
 def summary(
     *, head: Row, same: Row, decoder: Row, attention: Row, train: Row, trainer: Row, embed: Row, rerank: Row,
-    memory: Row,
+    arrivals: Row, memory: Row,
 ) -> dict[str, object]:  # fmt: skip
     """The figures that the README quotes; of a peer that could not run, the reason."""
     absent = "not measured"
@@ -126,6 +127,7 @@ def summary(
         "qwen3_vs_sdpa": decoder.get("vs_hf_sdpa", absent),
         "trainer_vs_sdpa": trainer["vs_hf_sdpa"],
         "trainer_registry_vs_sdpa": trainer["registry_vs_hf_sdpa"],
+        "continuous_vs_closed": arrivals["vs_best_peer"],
         "memory_vs_eager": memory["ratio"],
     }
 

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from weft.bench.harness import Case, System
+from weft.bench.systems.arrivals import continuous_against_closed
 from weft.bench.systems.packed import PaddedBatch
 from weft.packed import pack, register_attention
+from weft.report import Row
 
 WORDS = 8_192
 TRAINED_TEXTS = 8
@@ -88,3 +90,25 @@ def qwen3(layers: int) -> Any:
         use_cache=False,
     )  # fmt: skip
     return transformers.Qwen3Model(config).eval()
+
+
+def arrivals_row(*, quick: bool) -> Row:
+    """Requests at random times: how many tokens a second `weft.Generator` serves where closed batches of the same model
+    have the same p99. Each time is of one token."""
+    transformers: Any = import_module("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, vocab_size=WORDS,
+        max_position_embeddings=1024, eos_token_id=None,
+    )  # fmt: skip
+    model = pack(transformers.LlamaForCausalLM(config).eval())
+    count, steps = (60, 3) if quick else (200, 5)
+    found = continuous_against_closed(model, words=WORDS, count=count, steps=steps)
+    return {
+        "case": f"{count} arrivals, p99 {found['p99_s']:.2f} s, a token",
+        "weft_ms": 1e3 / found["continuous_tokens_s"],
+        "best_peer": "closed batches",
+        "best_peer_ms": 1e3 / found["closed_tokens_s"],
+        "vs_best_peer": found["continuous_vs_closed"],
+        **found,
+    }

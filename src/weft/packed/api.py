@@ -147,7 +147,7 @@ def supported() -> list[str]:
 def pack(model: ModelT, *, attention_dropout: str = "model") -> ModelT:
     """A twin of the model that never computes a padded token: same call, same parameters, same outputs.
 
-    Takes Hugging Face's BERT (MiniLM is one), RoBERTa, DistilBERT, ModernBERT, GPT-2 and Llama, with the usual heads,
+    Takes 17 families of Hugging Face's encoders and decoders (docs/models.md), with the usual heads,
     sentence-transformers' SentenceTransformer, CrossEncoder, SparseEncoder and MultiVectorEncoder around one of these,
     and torch.nn.TransformerEncoder. Outputs at padding are zeros. The twin
     shares its parameters with the model; in inference it keeps a packed copy of them, which it renews when they

@@ -44,8 +44,7 @@ def parallelize(
 ) -> ModelT:
     """Shares a model among the ranks of a mesh with one axis, in place: same call, parameters become DTensors.
 
-    Takes Hugging Face's BERT, RoBERTa, DistilBERT, ModernBERT, GPT-2 and Llama, with the usual heads. All ranks pass
-    the same inputs, padded ids and mask or a `PackedBatch`, and get the same outputs; padding is never computed. With
+    Takes 17 families of Hugging Face's models (docs/models.md), with the usual heads. All ranks pass the same inputs, padded ids and mask or a `PackedBatch`, and get the same outputs; padding is never computed. With
     labels, `logits` are a DTensor that is sharded over the vocabulary. A model on the meta device stays there, in
     shards. As many ranks can share a model as it has query heads; key/value heads are repeated where they are fewer.
 
