@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 import packed_models as small  # noqa: E402
 
+from weft.errors import Unsupported
 from weft.packed import PackedBatch, pack, packed_attention  # noqa: E402
 from weft.transformer import training  # noqa: E402
 
@@ -71,6 +72,17 @@ def test_copies_are_equal_and_on_their_own(family, head, way):
             p.mul_(0.9)
         assert not torch.equal(first(twin), want)
     assert [p.shape for p in twin.parameters()] == [p.shape for p in packed.parameters()]
+
+
+def test_a_shallow_copy_looks_at_the_model_that_was_packed():
+    model = small.build("Llama")
+    twin = copy.copy(pack(model))
+    with torch.no_grad():
+        first(twin)
+        model.layers = model.layers[:-1]
+        with pytest.raises(Unsupported, match="have been replaced since"):
+            first(twin)
+    assert first(copy.deepcopy(pack(model))).isfinite().all()
 
 
 def test_another_process_gets_the_same_bits(tmp_path):
