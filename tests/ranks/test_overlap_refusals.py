@@ -121,8 +121,8 @@ def test_no_group_is_refused_by_name() -> None:
     x = torch.randn(4, 8)
     with pytest.raises(ValueError, match="group is a NoneType"):
         weft.matmul_all_reduce(x, torch.randn(3, 8), group=None)
-    with pytest.raises(ValueError, match="mesh is a NoneType"):
-        weft.parallelize(torch.nn.Linear(2, 2), None)
+    with pytest.raises(ValueError, match="mesh is a list, expected a DeviceMesh"):
+        weft.parallelize(torch.nn.Linear(2, 2), [0, 1])
 
 
 def count_anew() -> bool:

@@ -278,7 +278,7 @@ def test_modules_that_are_unknown_or_in_an_unknown_order(tmp_path):
      ({"modules": ("Pooling", "Dense"), "dense": {"in_features": 5}}, r"Dense.*5.*64"),
      ({"modules": ("Pooling", "Dense"), "dense": {"module_input_name": "token_embeddings"}}, r"token_embeddings"),
      ({"modules": ("Pooling", "Normalize"), "normalize": {"module_input_name": "token_embeddings"}}, r"token_embedd"),
-     ({"family": "Llama", "is_causal": False}, r"is_causal = False"),
+     ({"family": "GPT2", "is_causal": False}, r"is_causal = False"),
      ({"config": {"requirements": {"transformers": ">=99"}}}, r"transformers>=99")],
 )  # fmt: skip
 def test_options_that_are_not_heeded_are_refused(tmp_path, options, message):

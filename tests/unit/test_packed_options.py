@@ -300,8 +300,9 @@ def test_training_a_head_learns_with_every_dropout():
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-@pytest.mark.parametrize("name", ["LlamaModel", "GPT2Model"])
-@pytest.mark.parametrize("where", ["config", "layer"])
+@pytest.mark.parametrize(
+    ("name", "where"), [("LlamaModel", "layer"), ("GPT2Model", "config"), ("GPT2Model", "layer")]
+)  # fmt: skip
 def test_a_decoder_that_looks_ahead_is_refused(name: str, where: str) -> None:
     import transformers
 
@@ -320,6 +321,27 @@ def test_a_decoder_that_looks_ahead_is_refused(name: str, where: str) -> None:
         model.get_submodule("layers.1.self_attn" if name == "LlamaModel" else "h.1.attn").is_causal = False
     with pytest.raises(ValueError, match="is_causal"):
         packed(input_ids=ids)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_decoders_of_llamas_kin_look_ahead_where_their_config_says_so(window: int | None) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=32, sliding_window=window, is_causal=False, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.MistralModel(config).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0.0, 0.3)
+    packed, ids = pack(model), torch.arange(12).view(2, 6)
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    with torch.no_grad():
+        got, want = (m(input_ids=ids, attention_mask=mask).last_hidden_state for m in (packed, model))
+        torch.testing.assert_close(got[mask == 1], want[mask == 1], atol=1e-5, rtol=1e-5)
+        changed = packed(input_ids=ids.clone().index_fill_(1, torch.tensor([5]), 7), attention_mask=mask)
+        assert not torch.equal(changed.last_hidden_state[0, 4], got[0, 4])  # it sees the next token
 
 
 def test_what_is_packed_already_is_refused_by_name() -> None:

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 import packed_models as small  # noqa: E402
 
-from weft.errors import Unsupported
+from weft.errors import Unsupported  # noqa: E402
 from weft.packed import PackedBatch, pack, packed_attention  # noqa: E402
 from weft.transformer import training  # noqa: E402
 

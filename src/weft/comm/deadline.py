@@ -29,6 +29,10 @@ if TYPE_CHECKING:  # the table must import without torch
     from torch.distributed import ProcessGroup
 
 
+LOOK_AGAIN_SECONDS = 0.1
+"""After this a wait for another thread looks whether somebody is still there who would end it."""
+
+
 @dataclass(frozen=True)
 class Limit:
     """How long a kind of wait lasts by default: `seconds`, or `first` for the first one on a process group.

@@ -44,9 +44,10 @@ def parallelize(
 ) -> ModelT:
     """Shares a model among the ranks of a mesh with one axis, in place: same call, parameters become DTensors.
 
-    Takes 17 families of Hugging Face's models (docs/models.md), with the usual heads. All ranks pass the same inputs, padded ids and mask or a `PackedBatch`, and get the same outputs; padding is never computed. With
-    labels, `logits` are a DTensor that is sharded over the vocabulary. A model on the meta device stays there, in
-    shards. As many ranks can share a model as it has query heads; key/value heads are repeated where they are fewer.
+    Takes 17 families of Hugging Face's models (docs/models.md), with the usual heads. All ranks pass the same inputs,
+    padded ids and mask or a `PackedBatch`, and get the same outputs; padding is never computed. With labels, `logits`
+    are a DTensor that is sharded over the vocabulary. A model on the meta device stays there, in shards. As many ranks
+    can share a model as it has query heads; key/value heads are repeated where they are fewer.
 
     Without a mesh there is one rank, and no process group is needed: the result is the packed twin that `weft.pack`
     returns, with the same call and plain parameters, which it shares with the model.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm.deadline import LOOK_AGAIN_SECONDS
 from weft.errors import ModelChanged, Unsupported
 from weft.models.family import HeadKind
 from weft.transformer.call import digest
@@ -35,7 +36,6 @@ from weft.transformer.sampling import Processor
 from weft.transformer.steps import RequestBatch
 
 _PREFILL_TOKENS = 8192  # `generate` takes in so many tokens of prompts at once
-_PATIENCE = 0.1  # seconds
 _CHANGED = (
     "the model's weights or modules have changed since this request began: the tokens it has are the old model's, and "
     "what would follow the new one's; submit it again"
@@ -297,7 +297,7 @@ class Generator:
                 continue
             with self._changed:  # of every step, whoever makes it; looks again now and then, in case nobody does
                 if not ready():
-                    self._changed.wait(_PATIENCE if left is None else min(left, _PATIENCE))
+                    self._changed.wait(LOOK_AGAIN_SECONDS if left is None else min(left, LOOK_AGAIN_SECONDS))
 
     def _cancel(self, state: RequestState) -> None:
         """Ends a request as it is; it leaves before the next step."""

@@ -27,12 +27,11 @@ from weft.models.family import (
     check_rope,
     linear,
     recomputes,
-    require,
     rms_norm,
     table,
 )
 from weft.models.modules import is_of
-from weft.models.options import Options
+from weft.models.options import Options, require
 from weft.models.spec import (
     Attention,
     Embedding,
