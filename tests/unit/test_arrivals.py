@@ -52,6 +52,14 @@ def test_the_busiest_rate_within_a_p99() -> None:
     def serve(rate: float) -> Service:
         return Service(1.0, int(rate * 100), (rate / 10,) * 3)
 
-    assert 390 < busiest(serve, 0.4, low=1.0, high=9.0, steps=9).tokens <= 400
-    with pytest.raises(ValueError, match="start lower"):
-        busiest(serve, 0.05, low=1.0, high=9.0)
+    found = busiest(serve, 0.4, first=1.0, factor=1.02)
+    assert found is not None
+    assert 390 < found.tokens <= 400
+    assert busiest(serve, 0.05, first=1.0, factor=1.5) is None
+
+
+def test_one_rate_that_somebody_disturbed_is_passed_over() -> None:
+    slow = iter([0.1, 9.0, 0.1, 9.0, 9.0])
+    found = busiest(lambda rate: Service(1.0, round(rate), (next(slow),) * 3), 1.0, first=100.0, factor=2.0)
+    assert found is not None
+    assert found.tokens == 400
