@@ -131,7 +131,8 @@ def continuous_against_closed(
     new_tokens: tuple[int, int] = (8, 128), factor: float = 1.12, seed: int = 0, clock: Clock = time.perf_counter,
 ) -> dict[str, float]:  # fmt: skip
     """Tokens a second of both, at a p99 that both keep: a tenth longer than the one that closed batches have at half of
-    what they can compute when there is always enough to do. `continuous_vs_closed` is how many times as many the generator serves."""
+    what they can compute when there is always enough to do. `continuous_vs_closed` is how many times as many the
+    generator serves."""
 
     def at(rate: float) -> list[TimedRequest]:
         return poisson(count, rate=rate, words=words, prompts=prompts, new_tokens=new_tokens, seed=seed)

@@ -56,16 +56,19 @@ def _bert_layer(layer: Any, drops: Drops) -> Layer:
             dropout=drops.of_weights(attention, attention.dropout),
         ),
         layer_norm(output.LayerNorm),
-        Mlp(
-            linear(layer.intermediate.dense), linear(layer.output.dense),
-            activation_of(layer.intermediate.intermediate_act_fn),
-        ),
+        bert_mlp(layer),
         layer_norm(layer.output.LayerNorm),
         NormOrder.POST,
         attention_out_dropout=drops.of(output.dropout),
         mlp_out_dropout=drops.of(layer.output.dropout),
         recomputes=recomputes(layer),
     )  # fmt: skip
+
+
+def bert_mlp(layer: Any) -> Mlp:
+    """Of a layer with the parts `intermediate` and `output`."""
+    inner, outer = layer.intermediate, layer.output
+    return Mlp(linear(inner.dense), linear(outer.dense), activation_of(inner.intermediate_act_fn))
 
 
 def describe_distilbert(model: Any) -> Transformer:

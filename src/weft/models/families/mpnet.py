@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.models.families.bert import roberta_masked_head, roberta_positions
+from weft.models.families.bert import bert_mlp, roberta_masked_head, roberta_positions
 from weft.models.family import (
     Drops,
     Family,
-    activation_of,
     encoder_heads,
     layer_norm,
     linear,
@@ -16,7 +15,7 @@ from weft.models.family import (
     table,
 )
 from weft.models.options import Options
-from weft.models.spec import Attention, Embedding, Layer, Mlp, NormOrder, RelativeBias, Transformer
+from weft.models.spec import Attention, Embedding, Layer, NormOrder, RelativeBias, Transformer
 
 _BUCKETS, _FARTHEST = 32, 128  # what transformers computes with, whatever the config says
 
@@ -42,10 +41,7 @@ def _layer(layer: Any, bias: RelativeBias, drops: Drops) -> Layer:
             dropout=drops.of_weights(attention.dropout, attention.dropout), bias=bias,
         ),
         layer_norm(outer.LayerNorm),
-        Mlp(
-            linear(layer.intermediate.dense), linear(layer.output.dense),
-            activation_of(layer.intermediate.intermediate_act_fn),
-        ),
+        bert_mlp(layer),
         layer_norm(layer.output.LayerNorm),
         NormOrder.POST,
         attention_out_dropout=drops.of(outer.dropout),
