@@ -159,7 +159,7 @@ def test_stops() -> None:
         run = whole.tokens[first : first + size]
         got = alone(model, prompt, max_new_tokens=30, eos=(), tokenizer=spell, stop=[run, [run[0], WORDS - 1, 1]])
         ends = next(n for n in range(31) if whole.tokens[:n][-size:] == run)
-        assert (got.finish, got.tokens, got.text) == ("stop", whole.tokens[:ends], text[:ends])
+        assert (got.finish, got.tokens, got.text) == ("stop", whole.tokens[:ends], text[: ends - size])
     last = whole.tokens[3]
     n = whole.tokens.index(last)
     got = alone(model, prompt, max_new_tokens=30, eos=last, tokenizer=spell, stop=[[last]])

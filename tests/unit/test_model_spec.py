@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Gemma3TextModel, MPNetConfig, MPNetModel, T5Config, T5EncoderModel
+from transformers import (
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    MistralConfig,
+    MistralForCausalLM,
+    MPNetConfig,
+    MPNetModel,
+    T5Config,
+    T5EncoderModel,
+)
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -119,6 +128,42 @@ def test_a_mask_with_holes_is_refused_where_distances_count() -> None:
     ids, mask = torch.randint(2, 50, (1, 6)), torch.tensor([[1, 1, 0, 1, 1, 1]])
     with pytest.raises(Unsupported, match="holes and the model has a relative bias"):
         weft.pack(t5())(input_ids=ids, attention_mask=mask)
+
+
+def test_training_after_inference_mode() -> None:
+    """What is kept of the bias belongs to no mode."""
+    model = t5(relative_attention_num_buckets=10, relative_attention_max_distance=21)  # that nobody asked for before
+    packed, ids = weft.pack(model), torch.randint(2, 50, (2, 9))
+    with torch.inference_mode():
+        packed(input_ids=ids)
+    packed(input_ids=ids).last_hidden_state.sum().backward()
+    assert model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.abs().max() > 0
+
+
+def mistral(window: int) -> Any:
+    torch.manual_seed(0)
+    config = MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=window, eos_token_id=None)
+    return MistralForCausalLM(config).eval()
+
+
+def test_generate_refuses_a_mask_with_holes_where_windows_count() -> None:
+    prompts = {"input_ids": torch.arange(3, 10)[None], "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 1, 1]])}
+    with pytest.raises(Unsupported, match="holes and the model has sliding windows"):
+        weft.generate(weft.pack(mistral(3)), prompts, max_new_tokens=2)
+
+
+def test_a_window_of_one_and_a_cache() -> None:
+    """transformers' own cache keeps everything there, so that its tokens are not those of the model."""
+    model, ids = mistral(1), torch.arange(3, 10)[None]
+    packed = weft.pack(model)
+    with torch.no_grad():
+        assert packed(input_ids=ids).past_key_values is None
+        with pytest.raises(Unsupported, match="a sliding window of 1"):
+            packed(input_ids=ids, use_cache=True)
+    want = model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=0)[0, 7:].tolist()
+    assert weft.generate(packed, ids, max_new_tokens=6) == [want]
+    found = packed.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=0)
+    assert found[0, 7:].tolist() == want
 
 
 def test_mpnets_bias_is_trained() -> None:

@@ -105,18 +105,20 @@ class RelativeBias:
 
     def by_distance(self) -> Tensor:
         """float32 [heads, 2 * farthest + 1], from key - query = -farthest on; differentiable."""
-        rows = _bucket_of(self.buckets, self.farthest).to(self.table.device)
+        rows = torch.tensor(_bucket_of(self.buckets, self.farthest), device=self.table.device)
         return self.table[rows].t().float().contiguous()
 
 
 @lru_cache(maxsize=64)
-def _bucket_of(buckets: int, farthest: int) -> Tensor:
-    """int64 [2 * farthest + 1]: the bucket of each distance."""
-    distance = torch.arange(-farthest, farthest + 1)
-    half, away = buckets // 2, distance.abs()
-    exact = half // 2
-    far = exact + (torch.log(away.float() / exact) / math.log(farthest / exact) * (half - exact)).to(torch.int64)
-    return (distance > 0) * half + torch.where(away < exact, away, far.clamp(max=half - 1))
+def _bucket_of(buckets: int, farthest: int) -> tuple[int, ...]:
+    """The bucket of each distance from -farthest on. Numbers, and no tensor: that would be of the first call's mode."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        distance = torch.arange(-farthest, farthest + 1)
+        half, away = buckets // 2, distance.abs()
+        exact = half // 2
+        far = exact + (torch.log(away.float() / exact) / math.log(farthest / exact) * (half - exact)).to(torch.int64)
+        rows: list[int] = ((distance > 0) * half + torch.where(away < exact, away, far.clamp(max=half - 1))).tolist()
+        return tuple(rows)
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,6 +56,7 @@ class AnyForm(Twin):
         texts = texts_of(given)
         given = given if texts is None else with_texts(given, texts)
         batch: PackedBatch = base.weft_pack(given)[0]
+        base.weft_check_holes(batch, base.weft_engine().model)
         positions = given.get("position_ids")
         if positions is not None:
             flat = isinstance(given["input_ids"], PackedBatch)

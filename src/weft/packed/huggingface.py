@@ -112,7 +112,7 @@ class PackedBase(AnyForm):
         if self.weft_splits and arguments.get("is_causal") is False:
             raise Unsupported(f"{type(self).__name__}: is_causal=False, a decoder that looks ahead, is not supported")
         batch, padded = self.weft_pack(arguments)
-        self._check_holes(batch, model)
+        self.weft_check_holes(batch, model)
         positions = self._positions(batch, padded, arguments)
         vectors = batch.values.contiguous() if batch.values.is_floating_point() else None
         given = {"input_ids": batch.values, "position_ids": positions}
@@ -128,7 +128,7 @@ class PackedBase(AnyForm):
             )
         inputs = Inputs.at(batch.cu_seqlens, batch.tokens, tuple(indices), vectors, positions, model)
         cache = (
-            cache_to_fill(self, arguments, batch, self.weft_engine().is_differentiable(inputs))
+            cache_to_fill(self, arguments, batch, model, self.weft_engine().is_differentiable(inputs))
             if family.has_cache
             else None
         )
@@ -178,7 +178,8 @@ class PackedBase(AnyForm):
         return packed_like(batch, given, name, flat=is_flat(arguments))
 
     @staticmethod
-    def _check_holes(batch: PackedBatch, model: Transformer) -> None:
+    def weft_check_holes(batch: PackedBatch, model: Transformer) -> None:
+        """Raises where a mask has holes that the model would count and a packed one would not."""
         layers = [layer.attention for layer in model.layers]
         if not any(a.left >= 0 or a.right > 0 or a.bias is not None for a in layers) or not batch.has_holes:
             return

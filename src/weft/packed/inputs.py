@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.errors import Unsupported
 from weft.models.family import HeadKind
+from weft.models.spec import Transformer
 from weft.packed.batch import PackedBatch
 from weft.packed.boundaries import MARKS, Restarts, starts_of
 
@@ -290,21 +291,29 @@ def goes_on(arguments: dict[str, Any]) -> bool:
     return hasattr(cache, "get_seq_length") and int(cache.get_seq_length()) > 0
 
 
-def cache_to_fill(model: Any, arguments: dict[str, Any], batch: PackedBatch, is_differentiable: bool) -> Any:
+def cache_to_fill(
+    model: Any, arguments: dict[str, Any], batch: PackedBatch, described: Transformer, is_differentiable: bool
+) -> Any:  # fmt: skip
     """The cache that a call must fill: the one given, or a new one where it asks for one; else None.
 
     A call that says nothing gets what the config says, but in training none, which nobody would read.
     """
     given, wanted = arguments.get("past_key_values"), arguments.get("use_cache")
     is_packed, several = isinstance(arguments.get("input_ids"), PackedBatch), batch.is_flattened
+    sees_itself = any(layer.attention.left == 0 for layer in described.layers)
     if given is not None and not hasattr(given, "update"):
         raise Unsupported(f"past_key_values must be a cache of transformers, got {type(given).__name__}")
     if wanted is None and given is None:
-        wanted = model.config.use_cache and not is_packed and not several and not is_differentiable
+        wanted = model.config.use_cache and not (is_packed or several or is_differentiable or sees_itself)
     if is_packed and (given is not None or wanted):
         raise Unsupported("use_cache: a cache is padded, so it needs padded input_ids and an attention_mask")
     if several and (given is not None or wanted):
         raise Unsupported("use_cache: a cache holds one text a row, but rows hold several here; pass them row by row")
+    if sees_itself and (given is not None or wanted):
+        raise Unsupported(
+            "use_cache: a sliding window of 1, which transformers' cache takes for none: it would give other tokens; "
+            "pass use_cache=False, or call weft.generate"
+        )
     if given is not None or not wanted:
         return given
     from transformers import DynamicCache

@@ -63,7 +63,7 @@ class Completion:
     tokens     the new tokens. One that ended it, and those of a stop, are among them
     finish     "eos", "stop", "length" (as many as were asked for) or "cancelled"
     text       the tokens as text where the generator has a tokenizer: without the token that ended it, cut off where a
-               stop string begins
+               stop begins
     logprobs   of each token, where they were asked for
     """
 
@@ -162,7 +162,10 @@ class RequestState:
             if found:
                 self._cut = min(found)
                 return True
-        return any(tuple(made[-len(stop) :]) == stop for stop in stops if not isinstance(stop, str))
+        runs = [stop for stop in stops if not isinstance(stop, str) and tuple(made[-len(stop) :]) == stop]
+        if runs and decode is not None:
+            self._cut = len(decode(made[: len(made) - max(map(len, runs))]))
+        return bool(runs)
 
     def result(self, decode: Decode | None) -> Completion:
         """When it is over. Raises what went wrong."""
