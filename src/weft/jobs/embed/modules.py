@@ -1,9 +1,9 @@
 """Texts to embeddings by sentence-transformers' own modules, with its transformers packed: for folders that hold more
 than `recipe.py` knows. Importing that library takes seconds, so it is done only here.
 
-A text is tokenized alone. Of a batch, only the transformer is called at once; what comes behind it runs text by text,
-by one thread, since torch's matmuls and sums give other bits in other batches. So an embedding has the same bits alone
-and in any batch.
+A text is tokenized alone. Of a batch, only the transformer's layers are called at once; what comes behind them, its own
+head too, runs text by text, by one thread, since torch's matmuls and sums give other bits in other batches. So an
+embedding has the same bits alone and in any batch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from torch.nn import functional as F
 from weft._torch import own_modules, shallow_copy
 from weft.jobs.embed.encoder import DTYPES, Encoder, check_complete, check_positions
 from weft.jobs.embed.recipe import DENSE, SPARSE, TOKENS, NotPlain, Wish, identity_of_all, kind_of
-from weft.models.twin import Twin
+from weft.models.family import HeadKind
+from weft.models.twin import Twin, plain_of
 from weft.packed.api import pack
+from weft.packed.huggingface import PackedBase, PackedHead
 
 _BY_TOKEN = {"input_ids", "attention_mask", "token_type_ids"}
 _OF_ALL = {"modality", "prompt_length", "task"}
@@ -94,6 +97,7 @@ class ModuleEncoder:
         self._active: int | None = getattr(model, "max_active_dims", None)  # of a sparse vector at most
         has_transformer = any(map(_is_transformer, model.modules()))
         self._first, self._rest = _cut(pack(model) if has_transformer else model, task)
+        self._head = _Head.of(self._first)
         self.max_length = self._limit(max_length, task)
         self.width = int(self._results(self.tokenize(["a"]))[0].shape[1])
 
@@ -154,13 +158,17 @@ class ModuleEncoder:
         if not ids:
             return []
         rows: Iterable[dict[str, Any]]
-        is_packed = isinstance(next(self._first.children()), Twin)
-        if is_packed and all(text.is_plain for text in ids):
+        if self._is_one_call and all(text.is_plain for text in ids):
             rows = self._together(ids)
         else:
             rows = [self._first(dict(text.content), **self._kwargs) for text in ids]
         with _one_thread():
             return [self._finished(row) for row in rows]
+
+    @property
+    def _is_one_call(self) -> bool:
+        first = next(self._first.children())
+        return isinstance(first, Twin) and (self._head is not None or not any(map(_is_head, first.children())))
 
     def _together(self, texts: Sequence[TextFeatures]) -> Iterator[dict[str, Any]]:
         """What the transformer makes of each text, called once. One at a time is copied: logits are large."""
@@ -172,8 +180,13 @@ class ModuleEncoder:
                 F.pad(text.content[name].long(), (0, longest - n)) for text, n in zip(texts, lengths, strict=True)
             ]
             features[name] = torch.cat(padded)
+        shape = len(texts), longest
+        if self._head is not None:
+            states = self._head.states(features)
+            each = ((_row(features, i, n, shape), _row(states, i, n, shape)) for i, n in enumerate(lengths))
+            return (self._head(row, state, self._kwargs) for row, state in each)
         out: dict[str, Any] = self._first(features, **self._kwargs)
-        return (_row(out, i, n, (len(texts), longest)) for i, n in enumerate(lengths))
+        return (_row(out, i, n, shape) for i, n in enumerate(lengths))
 
     def _finished(self, features: dict[str, Any]) -> Tensor:
         active = {} if self._active is None else {"max_active_dims": self._active}
@@ -191,6 +204,55 @@ class ModuleEncoder:
             found = found.to_dense() if found.layout != torch.strided else found
             return select_max_active_dims(found, self._active).float()
         return found[:, : self._truncate].float()
+
+
+class _Head:
+    """A transformer with a head that gives each token logits: its layers are packed, and take a batch; the head is
+    theirs, and takes one text."""
+
+    def __init__(self, base: Any, first: Any, below: _Below) -> None:
+        self._base, self._first, self._below = base, first, below
+        self._takes = _BY_TOKEN & set(signature(plain_of(base).forward).parameters)
+
+    @classmethod
+    def of(cls, model: Any) -> _Head | None:
+        """Of a model with one module; None where it has no such head, or more of a transformer is asked for."""
+        name, module = next(iter(own_modules(model).items()))
+        held: Any = next(filter(_is_head, [] if module is None else module.children()), None)
+        text = getattr(module, "modality_config", {}).get("text")
+        is_usual = text == {"method": "forward", "method_output_name": "logits"}
+        if not isinstance(module, Twin) or held is None or held._weft_head is not HeadKind.TOKENS or not is_usual:
+            return None
+        if getattr(held.config, "output_hidden_states", False):
+            return None
+        base_name, base = next((n, m) for n, m in held.named_children() if isinstance(m, PackedBase))
+        first, plain, below = shallow_copy(model), plain_of(module), _Below()
+        own_modules(first)[name] = plain
+        own_modules(next(filter(_is_transformer, plain.children())))[base_name] = below
+        return cls(base, first, below)
+
+    def states(self, features: dict[str, Any]) -> dict[str, Any]:
+        given = {name: features[name] for name in self._takes & set(features)}
+        return {"states": self._base(**given, return_dict=True).last_hidden_state}
+
+    def __call__(self, features: dict[str, Any], states: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        self._below.states = states["states"]
+        return self._first(features, **options)  # type: ignore[no-any-return]
+
+
+class _Below(nn.Module):
+    """Stands for the layers below a head: it gives the states of the text that is at hand."""
+
+    states: Tensor
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        return BaseModelOutput(last_hidden_state=self.states)  # type: ignore[arg-type]
+
+
+def _is_head(module: nn.Module) -> bool:
+    return isinstance(module, PackedHead)
 
 
 @contextmanager
