@@ -168,7 +168,8 @@ class ModuleEncoder:
     @property
     def _is_one_call(self) -> bool:
         first = next(self._first.children())
-        return isinstance(first, Twin) and (self._head is not None or not any(map(_is_head, first.children())))
+        has_head = any(map(_is_head, first.children()))
+        return isinstance(first, Twin) and (self._head is not None or not has_head)
 
     def _together(self, texts: Sequence[TextFeatures]) -> Iterator[dict[str, Any]]:
         """What the transformer makes of each text, called once. One at a time is copied: logits are large."""
@@ -217,8 +218,9 @@ class _Head:
     @classmethod
     def of(cls, model: Any) -> _Head | None:
         """Of a model with one module; None where it has no such head, or more of a transformer is asked for."""
-        name, module = next(iter(own_modules(model).items()))
-        held: Any = next(filter(_is_head, [] if module is None else module.children()), None)
+        name: str = next(iter(own_modules(model)))
+        module: Any = own_modules(model)[name]
+        held: Any = next(filter(_is_head, module.children()), None)
         text = getattr(module, "modality_config", {}).get("text")
         is_usual = text == {"method": "forward", "method_output_name": "logits"}
         if not isinstance(module, Twin) or held is None or held._weft_head is not HeadKind.TOKENS or not is_usual:
@@ -248,7 +250,7 @@ class _Below(nn.Module):
     def forward(self, *args: Any, **options: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutput
 
-        return BaseModelOutput(last_hidden_state=self.states)  # type: ignore[arg-type]
+        return BaseModelOutput(last_hidden_state=self.states)
 
 
 def _is_head(module: nn.Module) -> bool:
