@@ -23,6 +23,7 @@ needs_weights = pytest.mark.skipif(util.find_spec(PACKAGE) is None, reason=f"{PA
 class Counting:
     """Embeds a text as (its number of characters, its first character, 7), and can fail at a given text."""
 
+    kind = "SentenceTransformer"
     width = 3
 
     def __init__(self, stop_at=None):

@@ -129,6 +129,7 @@ def test_a_prompt_as_long_as_a_text_may_be(tmp_path):
     [
         ({"default_prompt_name": "nowhere"}, r"default_prompt_name.*'nowhere'"),
         ({"model_type": "SparseEncoder"}, "SparseEncoder"),
+        ({"model_type": "ColBERT"}, "holds a ColBERT, expected a SentenceTransformer, SparseEncoder or"),
     ],
 )
 def test_unknown_prompts_and_models_of_another_kind(tmp_path, config, message):

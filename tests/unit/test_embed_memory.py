@@ -19,6 +19,7 @@ from weft.jobs.embed.job import EmbedOptions, run
 
 
 class Lengths:
+    kind = "SentenceTransformer"
     width = 2
 
     def tokenize(self, texts):

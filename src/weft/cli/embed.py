@@ -25,7 +25,7 @@ class OnError(str, Enum):
 
 def embed(
     source: Annotated[Path, typer.Argument(help="A .txt, .jsonl, .csv or .parquet file, or - for standard input.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="A .npy, .safetensors or .parquet file.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="A .npy, .safetensors, .parquet or .jsonl file.")],
     model: Annotated[
         Path, typer.Option(help="A folder with a model that transformers or sentence-transformers saved.")
     ],
@@ -50,7 +50,7 @@ def embed(
     """Embed texts, in order, without computing padding. A job that was stopped goes on where it was."""
     import torch
 
-    from weft.jobs.embed import EmbedOptions, open_encoder, run
+    from weft.jobs.embed import EmbedOptions, kind_of, open_encoder, run
 
     with suppress(ImportError):  # `open_encoder` says what is missing
         import_module("transformers.utils.logging").disable_progress_bar()  # there is one here
@@ -61,7 +61,7 @@ def embed(
     options = EmbedOptions(
         None if str(source) == "-" else source, out, kind, column, token_budget, errors is OnError.skip, not restart
     )
-    options.check()
+    options.check(kind_of(model))
     encoder = open_encoder(model, max_length=max_length, prompt=prompt, prompt_name=prompt_name, task=task, dtype=dtype)
     options = replace(options, about=encoder.identity())
     try:

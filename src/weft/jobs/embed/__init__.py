@@ -4,12 +4,13 @@ job      all of it in order: read, tokenize, embed, write; it can be stopped and
 readers  texts from files and pipes
 recipe   what a model's folder says of how a text becomes a vector
 encoder  tokenizer, packed model, pooling and the layers behind it
-modules  the same by sentence-transformers' own modules, for folders that hold more
+modules  the same by sentence-transformers' own modules, for folders that hold more, or give no dense vector
 writers  rows to files, with a journal
 """
 
 from weft.jobs.embed.encoder import Encoder
 from weft.jobs.embed.job import EmbedOptions, Progress, run
 from weft.jobs.embed.modules import ModuleEncoder, open_encoder
+from weft.jobs.embed.recipe import kind_of
 
-__all__ = ["EmbedOptions", "Encoder", "ModuleEncoder", "Progress", "open_encoder", "run"]
+__all__ = ["EmbedOptions", "Encoder", "ModuleEncoder", "Progress", "kind_of", "open_encoder", "run"]

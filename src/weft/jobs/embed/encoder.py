@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.jobs.embed import recipe
-from weft.jobs.embed.recipe import NotPlain, Recipe, Wish
+from weft.jobs.embed.recipe import DENSE, NotPlain, Recipe, Wish
 from weft.kernels import PackedWeight, linear
 from weft.packed.api import pack
 from weft.packed.batch import PackedBatch
@@ -54,6 +54,7 @@ class Encoder:
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"got the dtype {dtype}, expected {' or '.join(DTYPES)}")
         wish = Wish(prompt, prompt_name, task)
+        self.kind = DENSE
         self.recipe = Recipe.of(folder)
         self.prompt = wish.of(self.recipe.prompts, self.recipe.default_prompt)
         tokenizer = _load_tokenizer(self.recipe)

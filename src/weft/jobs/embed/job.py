@@ -19,7 +19,8 @@ import numpy as np
 from torch import Tensor
 
 from weft.jobs.embed.readers import FORMATS, BadRecord, Record, TextRecord, format_of, read
-from weft.jobs.embed.writers import EmbeddingWriter, Journal, check_output
+from weft.jobs.embed.recipe import DENSE
+from weft.jobs.embed.writers import EmbeddingWriter, Journal, Rows, check_output
 
 TOKEN_BUDGET = 4096  # of a batch: enough rows for the matmuls, few enough for the caches
 _TOKENIZED_AT_ONCE = 256  # texts, or fewer that are long
@@ -52,9 +53,10 @@ class EmbedOptions:
             return self.kind
         return "txt" if self.source is None else format_of(self.source)
 
-    def check(self) -> None:
-        """Raises where input or output cannot be opened: before a model is loaded, not after it."""
-        check_output(self.out)
+    def check(self, kind: str = DENSE) -> None:
+        """Raises where input or output cannot be opened, or not hold what a model of this kind makes of texts: before
+        it is loaded, not after that."""
+        check_output(self.out, kind)
         if self.source is None:
             return
         with open(self.source, "rb"):
@@ -64,13 +66,17 @@ class EmbedOptions:
 
 
 class TextEncoder(Protocol):
-    """What makes embeddings; `Encoder` does. What `tokenize` gives for a text has a length, which counts its tokens."""
+    """What makes embeddings; `Encoder` does. What `tokenize` gives for a text has a length, which counts its tokens.
 
+    `embed` gives [texts, width], or for kinds of which rows differ in length what each text has, by name.
+    """
+
+    kind: str
     width: int
 
     def tokenize(self, texts: Sequence[str]) -> Sequence[Any]: ...
 
-    def embed(self, ids: Sequence[Any]) -> Tensor: ...
+    def embed(self, ids: Sequence[Any]) -> Tensor | list[dict[str, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def run(
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
     """Embeds everything; goes on where an earlier run of the same job was stopped."""
-    options.check()
+    options.check(encoder.kind)
     with _opened(options.source) as stream:
         size = options.source.stat().st_size if options.source is not None and options.format != "parquet" else 0
         job = {"format": options.format, "column": options.column, "width": encoder.width, **options.about}
@@ -191,11 +197,13 @@ def _batches(items: Iterable[_TokenizedText | BadRecord], budget: int, identity:
         yield batch
 
 
-def _embedded(encoder: TextEncoder, batch: _Batch) -> np.ndarray[Any, Any]:
+def _embedded(encoder: TextEncoder, batch: _Batch) -> Rows:
     if not batch.texts:  # nothing but bad records
         return np.zeros((0, encoder.width), np.float32)
-    rows: np.ndarray[Any, Any] = encoder.embed([text.ids for text in batch.texts]).numpy()
-    return rows
+    rows = encoder.embed([text.ids for text in batch.texts])
+    if isinstance(rows, Tensor):
+        return rows.numpy()
+    return [{name: value.numpy() for name, value in row.items()} for row in rows]
 
 
 @dataclass

@@ -31,6 +31,7 @@ _TRANSFORMER_CONFIGS = tuple(
 )
 _TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
 _SENTENCE = "sentence_embedding"
+DENSE, SPARSE, TOKENS = "SentenceTransformer", "SparseEncoder", "MultiVectorEncoder"  # kinds of models, by their class
 _WEIGHTS = (".safetensors", ".bin")
 _CONFIGS = (".json", ".txt", ".model", ".jinja")  # vocabularies and merges are among them
 _PAGES = (".md", ".png", ".jpg", ".jpeg", ".svg", ".gif")
@@ -93,10 +94,10 @@ class Recipe:
     @classmethod
     def of(cls, folder: Path) -> Recipe:
         """What the folder says; where it names no modules, what sentence-transformers makes of a plain model."""
+        about = _about(folder)
         if not (folder / "modules.json").exists():
             _check_transformer(folder, folder)
             return cls(folder, (folder,), pooling=_plain_pooling(folder), is_plain=True)
-        about = _about(folder)
         modules = [_Module.of(folder, entry) for entry in _json(folder / "modules.json", list)]
         unknown = [module.type for module in modules if not module.is_known]
         if unknown:
@@ -333,24 +334,29 @@ def _check_names(path: Path, config: dict[str, Any]) -> None:
 # ---- config_sentence_transformers.json -------------------------------------------------------------------------------
 
 
-_OTHERS = {
-    "CrossEncoder": "to score pairs of texts, weft.pack(CrossEncoder(folder)).predict(pairs)",
-    "SparseEncoder": "for its sparse vectors, weft.pack(SparseEncoder(folder)).encode(texts)",
-    "MultiVectorEncoder": "for a vector for each token, weft.pack(MultiVectorEncoder(folder)).encode_document(texts)",
-}
+_ABOUT = "config_sentence_transformers.json"
+_OTHERS = {"CrossEncoder": "it scores pairs of texts: weft.pack(CrossEncoder(folder)).predict(pairs)"}
+
+
+def kind_of(folder: Path) -> str:
+    """The class of the folder's model, which says what a text becomes: `DENSE`, `SPARSE` or `TOKENS`."""
+    kind = str(_json(folder / _ABOUT, dict).get("model_type", DENSE))
+    if kind not in (DENSE, SPARSE, TOKENS):
+        remedy = _OTHERS.get(kind, "load it by the library that saved it")
+        raise ValueError(f"{folder} holds a {kind}, expected a {DENSE}, {SPARSE} or {TOKENS}; {remedy}")
+    return kind
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    path = folder / "config_sentence_transformers.json"
+    path = folder / _ABOUT
     about = _json(path, dict)
-    kind = about.get("model_type", "SentenceTransformer")
-    if kind != "SentenceTransformer":
-        remedy = _OTHERS.get(kind, "load it by the library that saved it")
-        raise ValueError(f"{folder} holds a {kind}, and weft embed writes one dense vector a text; {remedy}")
+    kind = kind_of(folder)
     default = about.get("default_prompt_name")
     if default is not None and default not in _prompts(about):
         raise ValueError(f"{path}: the default_prompt_name is {default!r}, which is none of its prompts")
     _check_requirements(path, about.get("requirements") or {})
+    if kind != DENSE:
+        raise NotPlain(f"{folder} holds a {kind}, which weft embed computes by that library's own modules")
     return about
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -22,10 +22,15 @@ from typing import IO, Any
 import numpy as np
 
 from weft.jobs.embed.readers import BadRecord
+from weft.jobs.embed.recipe import DENSE
 
 _HEADER_BYTES = 256  # room for the header, which is known only at the end
 _COPY_ROWS = 4096  # rows of a Parquet row group
-OUTPUTS = (".npy", ".safetensors", ".parquet")
+_LINES = ".jsonl"
+OUTPUTS = (".npy", ".safetensors", ".parquet", _LINES)
+
+# [n, width] float32, or what each text has, by name, for kinds of models whose rows differ in length
+Rows = np.ndarray[Any, Any] | Sequence[dict[str, np.ndarray[Any, Any]]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Journal:
 
     `records` of the input are done with, skipped ones included; `identity` is a hash of them, and they gave `rows`
     rows. `skipped_bytes` is the length of the list of skipped records. While `is_finishing` the rows may have their
-    final name already.
+    final name already. Rows of a file of lines have any length: `line_bytes` is that of all.
     """
 
     job: dict[str, Any]
@@ -44,6 +49,7 @@ class Journal:
     skipped: int = 0
     skipped_bytes: int = 0
     identity: str = ""
+    line_bytes: int = 0
     is_finishing: bool = False
 
     @classmethod
@@ -54,10 +60,14 @@ class Journal:
             raise ValueError(f"the journal {path} is broken: {error}; delete it to start anew") from error
 
 
-def check_output(out: Path) -> None:
-    """Raises where no file of this name can be written."""
+def check_output(out: Path, kind: str = DENSE) -> None:
+    """Raises where no file of this name can be written, or none that holds what a model of this kind gives."""
     if out.suffix not in OUTPUTS:
         raise ValueError(f"got the output {out}, expected a name that ends in {', '.join(OUTPUTS)}")
+    if kind != DENSE and out.suffix != _LINES:
+        raise ValueError(
+            f"got the output {out} for a {kind}, whose rows differ in length; expected a name that ends in {_LINES}"
+        )
     folder = out.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"got the output {out}, but {folder} is not a directory; create it first")
@@ -71,7 +81,8 @@ def check_output(out: Path) -> None:
 
 
 class EmbeddingWriter:
-    """Appends rows [n, width] to an output. Use it as a context; `finish` gives the file its name."""
+    """Appends rows to an output: [n, width], or of any length to one of lines. Use it as a context; `finish` gives the
+    file its name."""
 
     def __init__(self, out: Path, *, width: int, job: dict[str, Any], resume: bool) -> None:
         check_output(out)
@@ -116,7 +127,8 @@ class EmbeddingWriter:
 
     def _go_on(self, journal: Journal) -> Journal:
         """Cuts off what the journal does not count."""
-        counted = ((self._rows, self._row_at(journal.rows)), (self._skipped, journal.skipped_bytes))
+        rows_end = journal.line_bytes if self._is_lines else self._header_bytes + journal.rows * self.width * 4
+        counted = ((self._rows, rows_end), (self._skipped, journal.skipped_bytes))
         for file, size in counted:
             if os.fstat(file.fileno()).st_size < size:
                 raise ValueError(
@@ -128,21 +140,19 @@ class EmbeddingWriter:
         return journal
 
     @property
+    def _is_lines(self) -> bool:
+        return self.out.suffix == _LINES
+
+    @property
     def _header_bytes(self) -> int:
-        return 0 if self.out.suffix == ".parquet" else _HEADER_BYTES
+        return 0 if self.out.suffix in (".parquet", _LINES) else _HEADER_BYTES
 
-    def _row_at(self, row: int) -> int:
-        return self._header_bytes + row * self.width * 4
-
-    def append(
-        self, rows: np.ndarray[Any, Any], *, records: int, tokens: int, skipped: Iterable[BadRecord], identity: str
-    ) -> None:
+    def append(self, rows: Rows, *, records: int, tokens: int, skipped: Iterable[BadRecord], identity: str) -> None:
         """Adds the rows of the next `records` records, after which the input is `identity`; then they are safe."""
-        assert rows.dtype == np.float32
-        assert rows.shape[1:] == (self.width,)
+        data = _lines(rows, self.journal.rows) if self._is_lines else _packed(rows, self.width)
         bad = list(skipped)
         with self._named_errors():
-            self._rows.write(np.ascontiguousarray(rows).tobytes())
+            self._rows.write(data)
             self._rows.flush()
             for record in bad:
                 self._skipped.write(json.dumps(asdict(record)).encode() + b"\n")
@@ -151,6 +161,7 @@ class EmbeddingWriter:
             journal = replace(
                 done, records=done.records + records, rows=done.rows + len(rows), tokens=done.tokens + tokens,
                 skipped=done.skipped + len(bad), skipped_bytes=self._skipped.tell(), identity=identity,
+                line_bytes=self._rows.tell() if self._is_lines else 0,
             )  # fmt: skip
             self._replace_journal(journal)
             self.journal = journal
@@ -179,10 +190,7 @@ class EmbeddingWriter:
             if self.out.suffix == ".parquet":
                 self._to_parquet()
             else:
-                header = _npy_header if self.out.suffix == ".npy" else _safetensors_header
-                self._rows.seek(0)
-                self._rows.write(header(self.journal.rows, self.width))
-                self._rows.flush()
+                self._write_header()
                 os.fsync(self._rows.fileno())
                 self._replace_journal(replace(self.journal, is_finishing=True))
                 os.replace(self._partial, self.out)
@@ -191,6 +199,13 @@ class EmbeddingWriter:
             self._partial.unlink()
         if self.journal.skipped == 0:
             self._skips.unlink(missing_ok=True)
+
+    def _write_header(self) -> None:
+        if not self._is_lines:
+            header = _npy_header if self.out.suffix == ".npy" else _safetensors_header
+            self._rows.seek(0)
+            self._rows.write(header(self.journal.rows, self.width))
+        self._rows.flush()
 
     def _to_parquet(self) -> None:
         """Beside the rows, which stay what the journal says until it is gone."""
@@ -254,6 +269,29 @@ def _changes(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> 
         elif one != other:
             changed.append(prefix + name)
     return changed
+
+
+def _packed(rows: Rows, width: int) -> bytes:
+    assert isinstance(rows, np.ndarray)
+    assert rows.dtype == np.float32
+    assert rows.shape[1:] == (width,)
+    return np.ascontiguousarray(rows).tobytes()
+
+
+def _lines(rows: Rows, before: int) -> bytes:
+    """A line of JSON for each row, of which `before` are written already. A float32 is a double without loss."""
+    lines = []
+    for i, row in enumerate(rows):
+        named = {"vector": row} if isinstance(row, np.ndarray) else row
+        try:
+            text = json.dumps({name: value.tolist() for name, value in named.items()}, allow_nan=False)
+        except ValueError as error:
+            raise ValueError(
+                f"the embedding of text {before + i} has values that are not finite, for which JSON has no word; "
+                f"look for them in the model's weights, or try --dtype float32; what is done is kept"
+            ) from error
+        lines.append(text.encode() + b"\n")
+    return b"".join(lines)
 
 
 def _npy_header(rows: int, width: int) -> bytes:
