@@ -83,6 +83,29 @@ class CardGroup(ProcessGroup):
     def _get_backend_name(self) -> str:
         return BACKEND
 
+    # A group of backends asks one of them for its name; this one has none. C++ calls the first two, Python the rest.
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    @property
+    def group_name(self) -> Any:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def _set_group_name(self, name: Any) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._description = desc
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc  # noqa: N815
+
     def getRank(self) -> int:  # noqa: N802
         return self._channel.rank
 

@@ -30,11 +30,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+CARDS = ("tcp", "dma")
+MAX_DMA_RANKS = 512
+
+
 @dataclass(frozen=True)
 class Spec:
     """A lab: `hosts` hosts of `devices` ranks; rank r is device `r % devices` of host `r // devices`.
 
-    gbps is the TCP payload rate of each host's card in Gbit/s, or None for plain loopback.
+    gbps is the payload rate of each host's card in Gbit/s, or None for plain loopback. `cards` are "tcp", or "dma" with
+    a latency of `latency_us` microseconds.
     """
 
     name: str
@@ -42,6 +47,8 @@ class Spec:
     devices: int
     gbps: float | None
     threads: int
+    cards: str = "tcp"
+    latency_us: float = 0.0
 
     def __post_init__(self) -> None:
         for what in ("hosts", "devices", "threads"):
@@ -58,8 +65,23 @@ class Spec:
                 f"gbps is {self.gbps!r}; expected a rate in Gbit/s from {MIN_GBPS:g} to {MAX_GBPS:g}, or "
                 "None for plain loopback without rate limits"
             )
+        self._check_cards()
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
             raise ValueError(f"name is {self.name!r}; expected 1 to 64 letters, digits, dots, dashes or underscores")
+
+    def _check_cards(self) -> None:
+        if self.cards not in CARDS:
+            raise ValueError(f"cards is {self.cards!r}; expected {' or '.join(map(repr, CARDS))}")
+        if self.cards == "dma" and (self.gbps is None or self.world > MAX_DMA_RANKS):
+            raise ValueError(
+                f"cards is 'dma' with gbps {self.gbps} and {self.world} ranks; expected a rate in Gbit/s, which such cards "
+                f"keep, and up to {MAX_DMA_RANKS} ranks"
+            )
+        number = isinstance(self.latency_us, (int, float)) and not isinstance(self.latency_us, bool)
+        if not number or not 0 <= self.latency_us <= 1e6:
+            raise ValueError(f"latency_us is {self.latency_us!r}; expected microseconds, from 0 to a million")
+        if self.latency_us and self.cards != "dma":
+            raise ValueError(f"latency_us is {self.latency_us} with cards 'tcp', whose latency is the machine's; leave it out")
 
     @property
     def world(self) -> int:
@@ -77,6 +99,12 @@ class Spec:
         shape = f"lab {self.name}: {self.hosts} hosts x {self.devices} devices"
         if self.gbps is None:
             return f"{shape} on plain loopback: no namespaces, no rate limit, hosts in name only"
+        if self.cards == "dma":
+            latency = f" and {self.latency_us:g} us" if self.latency_us else ""
+            return (
+                f"{shape}, each host behind one full-duplex DMA card of {self.gbps:g} Gbit/s{latency}; "
+                "copies inside a host are not limited"
+            )
         return (
             f"{shape}, each host behind one full-duplex card of {self.gbps:g} Gbit/s; "
             "loopback inside a host is not limited"
@@ -205,7 +233,7 @@ class Rank:
     host:   which network card it sits behind
     device: its place on that host
     hosts:  the host of every rank: `hosts[rank] == host`
-    group:  the gloo process group of all ranks, already connected; also torch's default group
+    group:  the process group of all ranks, gloo's or that of DMA cards, already connected; also torch's default group
     mesh:   all ranks as a (hosts, devices) mesh with the axes "host" and "device"
     """
 
@@ -227,6 +255,7 @@ class Seat:
     store:   a listening descriptor on host 0, for the rendezvous; `port` is its port
     reports: where the Ending goes; the rank then stays until it is told to go, so that no peer loses it
     stacks:  a file for faulthandler
+    wire:    a descriptor of the memory in which DMA cards meet, None without such cards
     """
 
     rank: int
@@ -236,6 +265,7 @@ class Seat:
     port: int
     reports: Connection
     stacks: int
+    wire: int | None = None
 
 
 def rank_main(spec: Spec, job: LabJob, seat: Seat, zygote: int) -> None:
@@ -304,7 +334,13 @@ def _connect(spec: Spec, seat: Seat, timeout: float) -> Rank:
         master_listen_fd=seat.store if seat.rank == 0 else None,
         timeout=limit,
     )
-    dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=spec.world, timeout=limit)
+    backend = "gloo"
+    if seat.wire is not None:
+        from weft.lab.backend import BACKEND, register
+
+        register(seat.wire, seat.rank // spec.devices)
+        backend = BACKEND
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=spec.world, timeout=limit)
     group: Any = dist.group.WORLD
     return Rank(
         rank=seat.rank,
