@@ -1,5 +1,6 @@
 // The bindings of the lab's DMA cards.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -42,6 +43,7 @@ void bind_lab(nb::module_& m) {
       .def("open", &Card::open)
       .def("watch", &Card::watch)
       .def("host_of", &Card::host_of)
+      .def("carried", &Card::carried, "Bytes that this host's card has sent, and received.")
       .def("close", &Card::close)
       .def("give_up", &Card::give_up)
       .def("send", &Card::send, nb::call_guard<nb::gil_scoped_release>())

@@ -124,6 +124,13 @@ uint32_t Card::host_of(uint32_t endpoint) {
   return wire_->host_of(endpoint);
 }
 
+std::pair<uint64_t, uint64_t> Card::carried() {
+  HeldWire held(*wire_);
+  held.advance();
+  const uint32_t host = wire_->process[me_].host;
+  return {wire_->carried[2 * host], wire_->carried[2 * host + 1]};
+}
+
 void Card::watch(const std::vector<uint32_t>& endpoints) {
   check_process();
   HeldWire held(*wire_);

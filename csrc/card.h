@@ -35,6 +35,7 @@ class Card {
   uint32_t open();                          // a new endpoint
   void watch(const std::vector<uint32_t>&);  // the processes of these endpoints: what waits for one that dies ends
   uint32_t host_of(uint32_t endpoint);
+  std::pair<uint64_t, uint64_t> carried();  // bytes that have left this host, and that have come
   void close(uint32_t endpoint);     // peers that wait for it hear that it is closed
   void give_up(uint32_t endpoint);   // all that is under way on it fails, here and at its peers
 

@@ -176,6 +176,8 @@ void HeldWire::wired(uint32_t flow) {
   receive.moved = double(receive.bytes);
   receive.due = wire_.now + wire_.latency;
   receive.state.store(kWired);
+  wire_.carried[2 * wire_.host_of(receive.source)] += receive.bytes;
+  wire_.carried[2 * wire_.host_of(receive.target) + 1] += receive.bytes;
   wire_.flow[flow] = wire_.flow[--wire_.flows];
   next_of_pair(ended.process, receive.source, receive.target);
 }

@@ -80,6 +80,7 @@ struct Wire {
   uint32_t hosts, processes, endpoints, flows;
   uint64_t numbers;
   double now;  // up to which the flows are worked out
+  uint64_t carried[2 * kMaxHosts];  // bytes of each card, out and in
   Process process[kMaxProcesses];
   Endpoint endpoint[kMaxEndpoints];
   Flow flow[kMaxFlows];

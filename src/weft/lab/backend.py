@@ -141,6 +141,10 @@ class CardGroup(ProcessGroup):
         with suppress(Exception):  # while the interpreter ends
             self.shutdown()
 
+    def carried(self) -> tuple[int, int]:
+        """Bytes that the card of this rank's host has sent, and received, since the run began."""
+        return self._channel.carried()
+
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:

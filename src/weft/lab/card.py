@@ -133,6 +133,10 @@ class CardChannel:
     def is_over(self, message: _core.CardMessage) -> bool:
         return self._card.is_over(message)
 
+    def carried(self) -> tuple[int, int]:
+        """Bytes that the card of this rank's host has sent, and received."""
+        return self._card.carried()
+
     def give_up(self) -> None:
         """Ends all that this rank has under way in the group, and what its peers wait for from it."""
         self._card.give_up(self._endpoint)
