@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -46,6 +47,13 @@ def group_timeout(pg: ProcessGroup, device: str) -> float:
     """The seconds that a process group was made with."""
     options = pg._get_backend(torch.device(device)).options
     return float(options._timeout.total_seconds())
+
+
+def backend_settings(name: str, timeout: timedelta) -> Any:
+    """What torch asks a backend for, of a group that is written in Python and has none."""
+    options = SimpleNamespace(_timeout=timeout, backend=name)
+    abilities = ("supports_splitting", "supports_coalescing", "supports_time_estimate")
+    return SimpleNamespace(options=options, **dict.fromkeys(abilities, False))
 
 
 def cpu_group(name: str, ranks: Sequence[int], *, timeout: float) -> ProcessGroup:

@@ -10,44 +10,46 @@ on its own thread, the others on a thread of the group.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, Store, Work
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import Store
 
-from weft import _core
-from weft.comm.deadline import at_work
+from weft._torch import backend_settings
 from weft.lab import collectives
-from weft.lab.card import CardChannel, CardTransfer
+from weft.lab.card import Card, CardChannel, open_card
 from weft.lab.collectives import TAGS, Combine
+from weft.lab.works import CollectiveWork, CollectiveWorker, MessageWork
+
+if TYPE_CHECKING:
+    ProcessGroup = object
+else:
+    from torch.distributed import ProcessGroup  # whose methods are declared with other names of arguments
 
 BACKEND = "dma"
 _OWN_TAGS = 1 << 62  # of collectives; those of messages are 32-bit numbers
-_NONE = timedelta(0)
 
 _IN_PLACE: dict[Any, Combine] = {
-    ReduceOp.SUM: lambda x, y: x.add_(y),  # type: ignore[dict-item, return-value]
-    ReduceOp.AVG: lambda x, y: x.add_(y),  # type: ignore[dict-item, return-value]
-    ReduceOp.PRODUCT: lambda x, y: x.mul_(y),  # type: ignore[dict-item, return-value]
-    ReduceOp.MIN: lambda x, y: torch.minimum(x, y, out=x),  # type: ignore[dict-item, return-value]
-    ReduceOp.MAX: lambda x, y: torch.maximum(x, y, out=x),  # type: ignore[dict-item, return-value]
-    ReduceOp.BAND: lambda x, y: x.bitwise_and_(y),  # type: ignore[dict-item, return-value]
-    ReduceOp.BOR: lambda x, y: x.bitwise_or_(y),  # type: ignore[dict-item, return-value]
-    ReduceOp.BXOR: lambda x, y: x.bitwise_xor_(y),  # type: ignore[dict-item, return-value]
+    ReduceOp.SUM: lambda x, y: x.add_(y),  # type: ignore[dict-item]
+    ReduceOp.AVG: lambda x, y: x.add_(y),  # type: ignore[dict-item]
+    ReduceOp.PRODUCT: lambda x, y: x.mul_(y),  # type: ignore[dict-item]
+    ReduceOp.MIN: lambda x, y: torch.minimum(x, y, out=x),  # type: ignore[dict-item]
+    ReduceOp.MAX: lambda x, y: torch.maximum(x, y, out=x),  # type: ignore[dict-item]
+    ReduceOp.BAND: lambda x, y: x.bitwise_and_(y),  # type: ignore[dict-item]
+    ReduceOp.BOR: lambda x, y: x.bitwise_or_(y),  # type: ignore[dict-item]
+    ReduceOp.BXOR: lambda x, y: x.bitwise_xor_(y),  # type: ignore[dict-item]
 }
 
 
 def register(wire: int, host: int) -> None:
     """Gives this process a card of `host` on the wire behind the descriptor, and torch the backend `dma`."""
-    card = _core.Card(wire, host)
+    card = open_card(wire, host)
 
     def make(store: Store, rank: int, size: int, timeout: timedelta) -> CardGroup:
         return CardGroup(card, store, rank, size, timeout)
@@ -58,18 +60,12 @@ def register(wire: int, host: int) -> None:
 class CardGroup(ProcessGroup):
     """A process group whose messages go over the lab's cards. torch makes it: `dist.new_group(backend="dma")`."""
 
-    def __init__(self, card: _core.Card, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+    def __init__(self, card: Card, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._channel = CardChannel(card, store, rank, size, timeout)
-        self._worker = _Worker()
+        self._worker = CollectiveWorker()
         self._calls = 0
-        # What torch, and weft, ask a backend for.
-        self._settings = SimpleNamespace(
-            options=SimpleNamespace(_timeout=timeout, backend=BACKEND),
-            supports_splitting=False,
-            supports_coalescing=False,
-            supports_time_estimate=False,
-        )
+        self._settings = backend_settings(BACKEND, timeout)
         self._name = self._description = ""
 
     # Names ------------------------------------------------------------------------------------------------------------
@@ -128,7 +124,8 @@ class CardGroup(ProcessGroup):
         return [torch.device("cpu")]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._channel.timeout = self._settings.options._timeout = timeout
+        self._channel.timeout = timeout
+        self._settings = backend_settings(BACKEND, timeout)
 
     def abort(self) -> None:
         self._channel.give_up()
@@ -145,20 +142,25 @@ class CardGroup(ProcessGroup):
         """Bytes that the card of this rank's host has sent, and received, since the run began."""
         return self._channel.carried()
 
+    @property
+    def reads_memory(self) -> bool:
+        """Whether messages cost one copy; where processes may not read each other's memory they cost two."""
+        return self._channel.reads_memory
+
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> MessageWork:
         return MessageWork(self._channel.send(_flat(_single(tensors)), dst, tag), tensors)
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> MessageWork:
         return MessageWork(self._channel.recv(_flat(_single(tensors)), src, tag), tensors)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> MessageWork:
         return MessageWork(self._channel.recv(_flat(_single(tensors)), None, tag), tensors)
 
     # Collectives ------------------------------------------------------------------------------------------------------
 
-    def _run(self, opts: Any, results: Any, *steps: Callable[[int], None]) -> Work:
+    def _run(self, opts: Any, results: Any, *steps: Callable[[int], None]) -> CollectiveWork:
         """Starts the steps, each with tags of its own; all ranks call collectives in the same order."""
         tags = [_OWN_TAGS + (self._calls + i) * TAGS for i in range(len(steps))]
         self._calls += len(steps)
@@ -172,10 +174,10 @@ class CardGroup(ProcessGroup):
         self._worker.run(work, is_awaited=opts is not None and not getattr(opts, "asyncOp", True))
         return work
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> CollectiveWork:
         return self.allreduce_coalesced(tensors, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> CollectiveWork:
         op = _op(opts)
 
         def one(x: Tensor) -> Callable[[int], None]:
@@ -193,11 +195,11 @@ class CardGroup(ProcessGroup):
         if op == ReduceOp.AVG:
             x.div_(self._channel.size)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> CollectiveWork:
         flat, root = _flat(_single(tensors)), 0 if opts is None else opts.rootRank
         return self._run(opts, tensors, lambda tag: collectives.broadcast(self._channel, flat, root, tag))
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> CollectiveWork:
         flat, op, root = _numbers(_single(tensors)), _op(opts), 0 if opts is None else opts.rootRank
 
         def step(tag: int) -> None:
@@ -207,16 +209,21 @@ class CardGroup(ProcessGroup):
 
         return self._run(opts, tensors, step)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> CollectiveWork:
         return self.allgather_coalesced(outputs, inputs, opts)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        return self._run(opts, outputs, *(self._gathered(_each(o), _flat(i)) for o, i in zip(outputs, inputs, strict=True)))
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> CollectiveWork:
+        pairs = zip(outputs, inputs, strict=True)
+        return self._run(opts, outputs, *(self._gathered(_each(o), _flat(i)) for o, i in pairs))
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> CollectiveWork:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> CollectiveWork:
         pairs = zip(outputs, inputs, strict=True)
         return self._run(opts, outputs, *(self._gathered(self._parts(o), _flat(i)) for o, i in pairs))
 
@@ -230,14 +237,16 @@ class CardGroup(ProcessGroup):
             raise ValueError(f"got a tensor of {x.numel()} elements, expected a multiple of {self._channel.size} ranks")
         return list(_flat(x).chunk(self._channel.size)) if x.numel() else [_flat(x)] * self._channel.size
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> CollectiveWork:
         pairs = zip(outputs, inputs, strict=True)
         return self._run(opts, outputs, *(self._scattered(o, [_numbers(x) for x in i], opts) for o, i in pairs))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> CollectiveWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> CollectiveWork:
         pairs = zip(outputs, inputs, strict=True)
         return self._run(opts, outputs, *(self._scattered(o, self._parts(_numbers(i)), opts) for o, i in pairs))
 
@@ -251,13 +260,13 @@ class CardGroup(ProcessGroup):
 
         return step
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> CollectiveWork:
         into, out = _each(outputs), _each(inputs)
         return self._run(opts, outputs, lambda tag: collectives.all_to_all(self._channel, into, out, tag))
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> Work:
+    ) -> CollectiveWork:
         into, out = self._split(output, output_sizes), self._split(input, input_sizes)
         return self._run(opts, [output], lambda tag: collectives.all_to_all(self._channel, into, out, tag))
 
@@ -268,19 +277,19 @@ class CardGroup(ProcessGroup):
         if sum(rows) != (x.shape[0] if x.dim() else 1):
             raise ValueError(f"got split sizes {rows} for a tensor of {tuple(x.shape)}, expected a sum of {x.shape[0]}")
         row = x[0].numel() if x.shape[0] else 0
-        return list(_flat(x).split([count * row for count in rows]))
+        return list(torch.split(_flat(x), [count * row for count in rows]))
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> CollectiveWork:
         own, root = _flat(_single(inputs)), 0 if opts is None else opts.rootRank
         into = _each(outputs[0]) if self._channel.rank == root else None
         return self._run(opts, outputs, lambda tag: collectives.gather(self._channel, into, own, root, tag))
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> CollectiveWork:
         into, root = _flat(_single(outputs)), 0 if opts is None else opts.rootRank
         out = _each(inputs[0]) if self._channel.rank == root else None
         return self._run(opts, outputs, lambda tag: collectives.scatter(self._channel, into, out, root, tag))
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> CollectiveWork:
         return self._run(opts, [], lambda tag: collectives.barrier(self._channel, tag))
 
     # Names that torch had before.
@@ -289,142 +298,6 @@ class CardGroup(ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-class MessageWork(Work):
-    """A message under way."""
-
-    def __init__(self, transfer: CardTransfer, tensors: list[Tensor]) -> None:
-        super().__init__()
-        self._transfer, self._tensors = transfer, tensors
-
-    def wait(self, timeout: timedelta = _NONE) -> bool:
-        self._transfer.wait(timeout.total_seconds() or None)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._transfer.is_over()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def source_rank(self) -> int:
-        assert self._transfer.source is not None
-        return self._transfer.source
-
-    _source_rank = source_rank
-
-    def result(self) -> list[Tensor]:
-        return self._tensors
-
-    def get_future(self) -> Any:
-        future: Any = torch.futures.Future()
-
-        def finish() -> None:
-            try:
-                self.wait()
-            except RuntimeError as error:
-                future.set_exception(error)
-            else:
-                future.set_result(self._tensors)
-
-        threading.Thread(target=finish, name="weft-card-future", daemon=True).start()
-        return future
-
-
-class CollectiveWork(Work):
-    """A collective that runs, or waits for its turn."""
-
-    def __init__(self, call: Callable[[], None], results: Any, channel: CardChannel) -> None:
-        super().__init__()
-        self._call: Callable[[], None] | None = call
-        self._results, self._channel = results, channel
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-        self._future: Any = None
-        self._lock = threading.Lock()
-
-    def run(self) -> None:
-        assert self._call is not None
-        try:
-            self._call()
-        except BaseException as error:
-            self._error = error
-        self._call = None  # and with it the tensors that it works with
-        with self._lock:
-            self._over.set()
-            if self._future is not None:
-                self._tell()
-
-    def wait(self, timeout: timedelta = _NONE) -> bool:
-        # A message that never comes ends the collective after the group's own time; a shorter one is kept here.
-        if not self._over.wait(timeout.total_seconds() or None):
-            self._channel.give_up()
-            self._over.wait()
-            raise RuntimeError(f"Timed out waiting {timeout.total_seconds() * 1000:.0f}ms for a collective")
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        return self._over.is_set()
-
-    def is_success(self) -> bool:
-        return self._over.is_set() and self._error is None
-
-    def exception(self) -> Any:
-        return self._error
-
-    def result(self) -> Any:
-        return self._results
-
-    def get_future(self) -> Any:
-        with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._over.is_set():
-                    self._tell()
-            return self._future
-
-    def _tell(self) -> None:
-        if self._error is None:
-            self._future.set_result(self._results)
-        else:
-            self._future.set_exception(self._error)
-
-
-class _Worker:
-    """Runs collectives one after the other: on the caller's thread if it waits for them anyway, and none is before them."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[CollectiveWork | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._left = 0
-        self._lock = threading.Lock()
-
-    def run(self, work: CollectiveWork, *, is_awaited: bool) -> None:
-        with self._lock:
-            is_here = is_awaited and self._left == 0
-            if not is_here:
-                self._left += 1
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._serve, name="weft-card-collectives", daemon=True)
-                    self._thread.start()
-                self._jobs.put(work)
-        if is_here:
-            work.run()
-
-    def stop(self) -> None:
-        if self._thread is not None:
-            self._jobs.put(None)
-
-    def _serve(self) -> None:
-        while (work := self._jobs.get()) is not None:
-            with at_work():
-                work.run()
-                del work
-            with self._lock:
-                self._left -= 1
 
 
 def _single(tensors: Sequence[Tensor]) -> Tensor:
@@ -446,7 +319,7 @@ def _flat(x: Tensor) -> Tensor:
         expected = 1
         for stride, size in dense:
             if size != 1 and stride != expected:
-                raise ValueError(f"got a tensor of {tuple(x.shape)} with strides {x.stride()}, expected one without gaps")
+                raise ValueError(f"got strides {x.stride()} for {tuple(x.shape)}, expected a tensor without gaps")
             expected *= size
     return x.detach().as_strided((x.numel(),), (1,))
 

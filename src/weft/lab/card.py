@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from weft import _core
 
@@ -45,10 +45,13 @@ _SAID = {
 }
 
 
-def make_wire(hosts: int, ranks: int, *, gbps: float, latency_us: float) -> int:
-    """A descriptor of the memory in which the cards of all hosts meet; whoever inherits it may take part."""
+def make_wire(hosts: int, ranks: int, *, gbps: float, latency_us: float, staged: bool = False) -> int:
+    """A descriptor of the memory in which the cards of all hosts meet; whoever inherits it may take part.
+
+    `staged` messages are copied through that memory, which is done anyway where processes may not read each other's.
+    """
     wire = os.memfd_create("weft-wire", os.MFD_CLOEXEC)
-    staging = 0 if why_staged() is None else STAGING_BYTES
+    staging = STAGING_BYTES if staged or why_staged() is not None else 0
     _core.make_wire(wire, hosts, gbps * 1e9 / 8, latency_us * 1e-6, CHUNK_BYTES, staging, ranks)
     return wire
 
@@ -75,10 +78,18 @@ def why_staged() -> str | None:
     return said.strip() or None if said else "the test of it failed"
 
 
+Card = _core.Card
+
+
+def open_card(wire: int, host: int) -> Card:
+    """This process's card on the wire behind the descriptor, as one of `host`. It is there until the process ends."""
+    return Card(wire, host)
+
+
 class CardChannel:
     """What one process group has of this rank's card. Making one is collective: ranks meet in the `store`."""
 
-    def __init__(self, card: _core.Card, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, card: Card, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._card = card
         self._endpoint = card.open()
@@ -136,6 +147,11 @@ class CardChannel:
     def carried(self) -> tuple[int, int]:
         """Bytes that the card of this rank's host has sent, and received."""
         return self._card.carried()
+
+    @property
+    def reads_memory(self) -> bool:
+        """Whether messages are read from the sender's memory, and not from a copy that it made."""
+        return self._card.reads_memory
 
     def give_up(self) -> None:
         """Ends all that this rank has under way in the group, and what its peers wait for from it."""

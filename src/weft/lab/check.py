@@ -178,14 +178,14 @@ def carry(rank: Rank, flows: Sequence[Flow], seconds: float) -> FlowsOfRank:
             data = buffers[number % _UNDER_WAY]
             is_over = time.monotonic() >= end
             data[0] = int(is_over)
-            works.append(dist.isend(data, peer, group=rank.group, tag=flow))
+            works.append(rank.group.send([data], peer, flow))
             number += 1
         for work in works:
             work.wait()
 
     def receive(flow: int, peer: int) -> None:
         buffers, number = messages(), 0
-        works = deque(dist.irecv(data, peer, group=rank.group, tag=flow) for data in buffers)
+        works = deque(rank.group.recv([data], peer, flow) for data in buffers)
         start, first, last, count = time.monotonic() + _WARM_UP, 0.0, 0.0, 0
         while True:
             works.popleft().wait()
@@ -198,7 +198,7 @@ def carry(rank: Rank, flows: Sequence[Flow], seconds: float) -> FlowsOfRank:
                 count += _MESSAGE
             elif last >= start:
                 first = last
-            works.append(dist.irecv(data, peer, group=rank.group, tag=flow))
+            works.append(rank.group.recv([data], peer, flow))
         found.rates[flow] = count * 8e-9 / (last - first)
         found.megabytes += number * _MESSAGE / 1e6
 

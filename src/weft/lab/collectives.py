@@ -57,7 +57,7 @@ def cut(x: Tensor, count: int) -> list[Tensor]:
     [2, 2, 1]
     """
     whole, rest = divmod(x.numel(), count)
-    return list(x.split([whole + (i < rest) for i in range(count)]))
+    return list(torch.split(x, [whole + (i < rest) for i in range(count)]))
 
 
 def all_reduce(channel: CardChannel, x: Tensor, combine: Combine, tag: int) -> None:
@@ -254,7 +254,7 @@ def _sum(out: Tensor, found: Sequence[Tensor], combine: Combine) -> None:
 
 
 def _recursive_doubling(channel: CardChannel, x: Tensor, combine: Combine, tag: int) -> None:
-    """Pairs at distance 1, 2, 4, ... exchange their sums; ranks beyond a power of two hand theirs over and get all back."""
+    """Pairs at distance 1, 2, 4, ... exchange sums; ranks beyond a power of two hand theirs over, and get all back."""
     me, size = channel.rank, channel.size
     power = 1 << (size.bit_length() - 1)
     found = torch.empty_like(x)

@@ -49,6 +49,7 @@ class Spec:
     threads: int
     cards: str = "tcp"
     latency_us: float = 0.0
+    is_staged: bool = False  # DMA cards copy through shared memory, as where no process may read another's
 
     def __post_init__(self) -> None:
         for what in ("hosts", "devices", "threads"):
@@ -74,14 +75,16 @@ class Spec:
             raise ValueError(f"cards is {self.cards!r}; expected {' or '.join(map(repr, CARDS))}")
         if self.cards == "dma" and (self.gbps is None or self.world > MAX_DMA_RANKS):
             raise ValueError(
-                f"cards is 'dma' with gbps {self.gbps} and {self.world} ranks; expected a rate in Gbit/s, which such cards "
+                f"cards is 'dma' with gbps {self.gbps} and {self.world} ranks; expected a rate in Gbit/s, which they "
                 f"keep, and up to {MAX_DMA_RANKS} ranks"
             )
         number = isinstance(self.latency_us, (int, float)) and not isinstance(self.latency_us, bool)
         if not number or not 0 <= self.latency_us <= 1e6:
             raise ValueError(f"latency_us is {self.latency_us!r}; expected microseconds, from 0 to a million")
         if self.latency_us and self.cards != "dma":
-            raise ValueError(f"latency_us is {self.latency_us} with cards 'tcp', whose latency is the machine's; leave it out")
+            raise ValueError(
+                f"latency_us is {self.latency_us} with cards 'tcp', which have the machine's; leave it out"
+            )
 
     @property
     def world(self) -> int:

@@ -172,7 +172,7 @@ def _make_wire(spec: Spec) -> int | None:
     from weft.lab.card import make_wire
 
     assert spec.gbps is not None
-    return make_wire(spec.hosts, spec.world, gbps=spec.gbps, latency_us=spec.latency_us)
+    return make_wire(spec.hosts, spec.world, gbps=spec.gbps, latency_us=spec.latency_us, staged=spec.is_staged)
 
 
 def _listen(namespaces: Sequence[int]) -> socket.socket:
