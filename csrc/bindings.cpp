@@ -101,5 +101,6 @@ NB_MODULE(_core, m) {
                         at<int32_t>(done));
   });
   bind_packed(m);
+  bind_lab(m);
   bind_ranks(m);
 }

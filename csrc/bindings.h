@@ -12,4 +12,5 @@ T* at(Address address) {
 }
 
 void bind_packed(nanobind::module_&);
+void bind_lab(nanobind::module_&);
 void bind_ranks(nanobind::module_&);

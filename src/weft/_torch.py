@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -48,20 +49,30 @@ def group_timeout(pg: ProcessGroup, device: str) -> float:
     return float(options._timeout.total_seconds())
 
 
-def gloo_group(name: str, ranks: Sequence[int], *, timeout: float) -> ProcessGroup:
-    """`dist.new_group` over gloo for these ranks alone, in this order, under a name that they have agreed on.
+def backend_settings(name: str, timeout: timedelta) -> Any:
+    """What torch asks a backend for, of a group that is written in Python and has none."""
+    options = SimpleNamespace(_timeout=timeout, backend=name)
+    abilities = ("supports_splitting", "supports_coalescing", "supports_time_estimate")
+    return SimpleNamespace(options=options, **dict.fromkeys(abilities, False))
+
+
+def cpu_group(name: str, ranks: Sequence[int], *, timeout: float) -> ProcessGroup:
+    """`dist.new_group` for CPU tensors of these ranks alone, in this order, under a name that they have agreed on.
+
+    Its backend is the default group's for the CPU.
 
     `new_group(use_local_synchronization=True)` names a group by its ranks and by how many groups this process is in:
     ranks that are in different numbers of groups never meet, and a group that is made after another one of its ranks
     was destroyed finds that one's addresses in the store.
     """
     world, here = distributed_c10d._world, dist.get_rank()
+    backends = distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config())).get_device_backend_map()
     _, store = world.pg_map[distributed_c10d._get_default_group()]
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         list(ranks).index(here),
         list(ranks),
-        dist.Backend("gloo"),
+        dist.Backend(backends.get("cpu", "gloo")),
         store,
         distributed_c10d.GroupName(name),
         timeout=timedelta(seconds=timeout),

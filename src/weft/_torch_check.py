@@ -198,7 +198,8 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "group_timeout": lambda: (
         _lacks(ProcessGroup, "_get_backend") or _lacks(torch._C._distributed_c10d.Backend.Options, "_timeout")
     ),
-    "gloo_group": lambda: (
+    "backend_settings": lambda: _lacks(torch._C._distributed_c10d.Backend.Options, "_timeout"),
+    "cpu_group": lambda: (
         _lacks(distributed_c10d, "_new_process_group_helper", "_get_default_group", "_world", "GroupName")
         or _lacks(distributed_c10d._world, "pg_map", "pg_group_ranks")
     ),

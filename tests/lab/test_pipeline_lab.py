@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ MICROBATCHES, ROWS, WIDTH = 4, 512, 256
 TENSOR_BYTES = 4 * ROWS * WIDTH
 
 
-@pytest.fixture(scope="module")
-def lab(namespaces: None) -> Iterator[Cluster]:
-    with Cluster(hosts=3, devices=2, gbps=1.0) as cluster:
+@pytest.fixture(scope="module", params=["tcp", "dma"])
+def lab(namespaces: None, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with Cluster(hosts=3, devices=2, gbps=1.0, cards=request.param) as cluster:
         yield cluster
 
 
@@ -38,13 +37,6 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
-def card_bytes() -> tuple[int, int]:
-    """Bytes (out, in) of this host's card so far."""
-    line = next(x for x in Path("/proc/net/dev").read_text().splitlines() if x.strip().startswith("eth0:"))
-    fields = line.split(":")[1].split()
-    return int(fields[8]), int(fields[0])
-
-
 def train(rank: Rank, strategy: str) -> tuple[int, int]:
     """A step of three stages of two ranks each, with replicated tensors between; what crossed the card in it."""
     modules = [Scale(1.0 + stage) for stage in range(3)]
@@ -55,11 +47,11 @@ def train(rank: Rank, strategy: str) -> tuple[int, int]:
     with Pipeline(modules, [[0, 1], [2, 3], [4, 5]], made, loss_fn=loss_fn, timeout=30.0, strategy=strategy) as pipe:
         pipe.step(x, target)
         dist.barrier()  # all that belongs to the step before has arrived
-        before = card_bytes()
+        before = rank.carried()
         dist.barrier()  # or another rank of this host would send before this one has looked
         losses = pipe.step(x, target)
         dist.barrier()
-        after = card_bytes()
+        after = rank.carried()
         for _ in range(2):
             expected = step_reference(alone, x, target, microbatches=MICROBATCHES, loss_fn=loss_fn)
         (stage,) = pipe.stages

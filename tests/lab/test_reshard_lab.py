@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,13 +22,6 @@ SHAPE = (256, 256, 8)
 OVERHEAD = 1.04  # headers, acknowledgements, and messages that arrange the others
 
 
-def card_bytes() -> tuple[int, int]:
-    """Bytes (out, in) of this host's card so far."""
-    line = next(x for x in Path("/proc/net/dev").read_text().splitlines() if x.strip().startswith("eth0:"))
-    fields = line.split(":")[1].split()
-    return int(fields[8]), int(fields[0])
-
-
 def move(rank: Rank, spec: TensorSpec, strategy: str) -> tuple[int, int]:
     """Moves once, compares the values, and returns what crossed this rank's card."""
     plan = plan_tensors([spec], cluster=DeclaredCluster.uniform(4, gbps=1.0), strategy=strategy)
@@ -36,19 +29,19 @@ def move(rank: Rank, spec: TensorSpec, strategy: str) -> tuple[int, int]:
     sources, targets = shard(whole, spec.src), shard(whole, spec.dst)
     group = Group(rank.group, timeout=60.0)
     with Executor(plan, group) as executor:
-        before = card_bytes()
+        before = rank.carried()
         dist.barrier()  # or another rank of this host would send before this one has looked
         dst = {0: torch.empty_like(targets[rank.rank])} if rank.rank in targets else {}
         executor.run({0: sources[rank.rank]} if rank.rank in sources else {}, dst)
         dist.barrier()
-        after = card_bytes()
+        after = rank.carried()
     assert all(torch.equal(tensor, targets[rank.rank]) for tensor in dst.values())
     return after[0] - before[0], after[1] - before[1]
 
 
-@pytest.fixture(scope="module")
-def lab(namespaces: None) -> Lab:  # type: ignore[misc]
-    with Lab(hosts=4, devices=2, gbps=1.0) as cluster:
+@pytest.fixture(scope="module", params=["tcp", "dma"])
+def lab(namespaces: None, request: pytest.FixtureRequest) -> Iterator[Lab]:
+    with Lab(hosts=4, devices=2, gbps=1.0, cards=request.param) as cluster:
         yield cluster
 
 

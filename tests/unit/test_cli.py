@@ -139,7 +139,7 @@ def test_bench_prints_a_table_and_writes_json_and_a_page(toy: list[BenchOptions]
     figures, page = tmp_path / "toy.json", tmp_path / "toy.html"
     result = runner.invoke(app, ["bench", "toy", "--quick", "--json", str(figures), "--html", str(page)])
     assert result.exit_code == 0, result.output
-    assert toy == [BenchOptions(quick=True)]
+    assert toy == [BenchOptions(quick=True, cards=("dma",))]
     assert "loop, ms" in result.stdout
     document = json.loads(figures.read_text())
     assert list(document) == ["benchmark", "machine", "rows", "summary"]
@@ -244,16 +244,16 @@ def test_a_missing_tool_has_a_remedy_and_is_no_failure(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("measured", "code"), [(0.99, 0), (0.5, 1)])
 def test_lab_check_fails_when_a_link_is_off(monkeypatch: pytest.MonkeyPatch, measured: float, code: int) -> None:
     """The lab itself is tried in tests/lab; here it is what becomes of its result."""
-    asked: list[tuple[int, float | None]] = []
+    asked: list[tuple[int, float | None, str]] = []
 
-    def check(*, hosts: int, gbps: float | None) -> CheckResult:
-        asked.append((hosts, gbps))
+    def check(*, hosts: int, gbps: float | None, cards: str) -> CheckResult:
+        asked.append((hosts, gbps, cards))
         return CheckResult("a lab", (Row("host 0 to host 1", 1.0, measured),))
 
     monkeypatch.setattr(sys.modules["weft.lab.check"], "check", check)
-    result = runner.invoke(app, ["lab", "check", "--hosts", "3", "--gbps", "2.5"])
+    result = runner.invoke(app, ["lab", "check", "--hosts", "3", "--gbps", "2.5", "--cards", "dma"])
     assert result.exit_code == code
-    assert asked == [(3, 2.5)]
+    assert asked == [(3, 2.5, "dma")]
     assert "host 0 to host 1" in result.stdout
 
 

@@ -92,10 +92,11 @@ def test_nobody_goes_around(name: str) -> None:
 
 
 # Who hands addresses to the native core: the kernels' own modules and the program for inference, which checks at
-# its door (`kernels/door.py`), memory that ranks share, and who only asks which CPU this is.
+# its door (`kernels/door.py`), memory that ranks share, the lab's cards (which get flat tensors), and who only asks
+# which CPU this is.
 NATIVE = (
     "kernels/", "comm/host_collectives.py", "comm/signal.py", "transformer/passes.py", "transformer/network.py",
-    "bench/machine.py", "bench/packed.py", "cli/doctor.py",
+    "lab/card.py", "bench/machine.py", "bench/packed.py", "cli/doctor.py",
 )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def test_groups(world):
     assert isinstance(_torch.group_store(world), dist.Store)
     assert _torch.group_by_name(world.group_name) is world
     assert _torch.group_timeout(world, "cpu") == 1800.0
-    made = _torch.gloo_group("mine", [0], timeout=7.0)
+    made = _torch.cpu_group("mine", [0], timeout=7.0)
     assert _torch.group_timeout(made, "cpu") == 7.0
     assert dist.get_process_group_ranks(made) == [0]
     with pytest.raises(KeyError):

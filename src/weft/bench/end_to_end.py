@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from weft.bench.end_to_end_lab import (
@@ -22,7 +23,7 @@ from weft.bench.end_to_end_lab import (
     measure_train,
     torch_step,
 )
-from weft.bench.harness import BenchOptions, Case, Measurement, Result, column, measure_ranks, track
+from weft.bench.harness import BenchOptions, Case, Measurement, Result, column, measure_ranks, over_cards, track
 from weft.bench.pipeline import PipelineSystem, check_losses, emulated_sizes, open_pipelines, pipeline_step
 from weft.bench.systems.end_to_end import DEMO_LLAMA, Load, ModelSize, Place, Scale, WorkKind, full, quick
 from weft.bench.systems.parallel import CORE_TRAIN_SYSTEMS, TRAIN_SYSTEMS, Engines, save_model
@@ -70,13 +71,17 @@ COLUMNS = [
 def run(options: BenchOptions, *, scale: Scale | None = None) -> Report:
     """A lab for each place, because each has its own links. `scale` is for tests, which have no time."""
     scale = scale or (quick() if options.quick else full())
+    return over_cards(options, partial(_run, options, scale))
+
+
+def _run(options: BenchOptions, scale: Scale, cards: str) -> Report:
     engines = None
     if scale.vllm and PYTHON.exists():
         engines = Engines.known(PYTHON.absolute(), compiled=not options.quick)
     rows: list[Row] = []
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(scale.load, Path(folder), engines)
+        bench = Bench(scale.load, Path(folder), engines, cards)
         for place, kinds in track(scale.places, title=NAME):
             promises = scale.promises and place.is_headline
             for row, result in bench.results(place, kinds, scale.rounds_of(place), promises=promises):
@@ -84,7 +89,7 @@ def run(options: BenchOptions, *, scale: Scale | None = None) -> Report:
                 if row["kind"] == WorkKind.TRAIN.value and place.is_headline:
                     figures.append(figure(result))
     if scale.promises:
-        rows.append(promise_row(scale.rounds))
+        rows.append(promise_row(scale.rounds, cards=cards))
     absent = [] if PYTHON.exists() else [f"vLLM was not measured: there is no {PYTHON}; `make test-vllm` makes it"]
     return Report(
         NAME,
@@ -114,8 +119,8 @@ def demo() -> list[Headline]:
 class Bench:
     """Measures places one after the other; what several of them need is found out once."""
 
-    def __init__(self, load: Load, folder: Path, engines: Engines | None) -> None:
-        self._load, self._folder, self._engines = load, folder, engines
+    def __init__(self, load: Load, folder: Path, engines: Engines | None, cards: str = "tcp") -> None:
+        self._load, self._folder, self._engines, self._cards = load, folder, engines, cards
         self._machine: Machine | None = None
         self._steps: dict[tuple[ModelSize, int, int], TorchStep] = {}
         self._saved: dict[ModelSize, Path] = {}
@@ -140,7 +145,7 @@ class Bench:
             gbps = step.gbps(place.share)
         machine = self.machine(decoding=WorkKind.DECODE in kinds)
         found: dict[WorkKind, Result] = {}
-        with Cluster(place.hosts, place.devices, gbps) as lab:
+        with Cluster(place.hosts, place.devices, gbps, cards="tcp" if gbps is None else self._cards) as lab:
             if WorkKind.TRAIN in kinds:
                 arguments = (place, self._load, rounds, tuple(TRAIN_SYSTEMS) if promises else trained_by)
                 found[WorkKind.TRAIN] = lab.run(measure_train, *arguments, timeout=RUN_TIMEOUT)[0]
@@ -165,7 +170,7 @@ class Bench:
     def _torch_step(self, place: Place) -> TorchStep:
         key = (place.size, place.hosts, place.devices)
         if key not in self._steps:
-            self._steps[key] = torch_step(place, self._load)
+            self._steps[key] = torch_step(place, self._load, self._cards)
         return self._steps[key]
 
     def _model_folder(self, size: ModelSize) -> Path:
@@ -303,10 +308,10 @@ PROMISE_CASE = PipelineCase("gpt", stages=2, devices=2, share=0.5, microbatches=
 _PROMISE_TIMEOUT = 900.0
 
 
-def promise_row(rounds: int, case: PipelineCase = PROMISE_CASE) -> Row:
+def promise_row(rounds: int, case: PipelineCase = PROMISE_CASE, *, cards: str = "tcp") -> Row:
     """The row of these systems, measured in a lab of its own."""
     gbps = emulated_sizes(case).gbps(case.share)
-    with Cluster(case.stages, case.devices, gbps) as lab:
+    with Cluster(case.stages, case.devices, gbps, cards=cards) as lab:
         measured = lab.run(_measure_promises, case, gbps, rounds, timeout=_PROMISE_TIMEOUT)[0]
     return {
         **measured.row(), "kind": "promises", "hosts": case.stages, "devices": case.devices, "gbps": gbps,

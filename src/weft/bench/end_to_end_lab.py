@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -193,9 +192,9 @@ class TorchStep:
         return min(MAX_GBPS, max(MIN_GBPS, self.card_bytes * 8e-9 / sending))
 
 
-def torch_step(place: Place, load: Load) -> TorchStep:
+def torch_step(place: Place, load: Load, cards: str) -> TorchStep:
     """Measures it, in a lab of its own."""
-    with Cluster(place.hosts, place.devices, FAST_GBPS) as lab:
+    with Cluster(place.hosts, place.devices, FAST_GBPS, cards=cards) as lab:
         found = lab.run(_rank_step, place, load, timeout=RUN_TIMEOUT)
     return TorchStep(max(step.seconds for step in found), max(step.card_bytes for step in found))
 
@@ -204,28 +203,10 @@ def _rank_step(rank: Rank, place: Place, load: Load) -> TorchStep:
     batch = train_batch(load.train_lengths, place.size.vocabulary, multiple=place.ranks)
     trainer = TorchTrainer(place.size, batch, rank_mesh(rank))
     trainer.step(Form.PACKED)  # the first one connects ranks and makes the optimiser's state
-    seconds, before = [], sent_bytes()
+    seconds, before = [], rank.carried()[0]
     for _ in range(_STEPS):
         start_together()
         start = time.perf_counter()
         trainer.step(Form.PACKED)
         seconds.append(slowest(time.perf_counter() - start))
-    return TorchStep(statistics.median(seconds), (sent_bytes() - before) / _STEPS)
-
-
-def sent_bytes(card: str = "eth0") -> int:
-    """What this host's card has sent so far, headers and all; 0 on a host without one."""
-    return parse_sent(Path("/proc/net/dev").read_text(encoding="ascii"), card)
-
-
-def parse_sent(table: str, card: str) -> int:
-    """The bytes that a card has sent, from the text of `/proc/net/dev`.
-
-    >>> parse_sent("  eth0:  10 1 0 0 0 0 0 0  77 2 0 0 0 0 0 0", "eth0")
-    77
-    """
-    for line in table.splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == card:
-            return int(counters.split()[8])
-    return 0
+    return TorchStep(statistics.median(seconds), (rank.carried()[0] - before) / _STEPS)

@@ -35,7 +35,7 @@ from rich.console import Console
 
 from weft.bench import machine
 from weft.lab import Rank
-from weft.report import Figure, Headline, Row
+from weft.report import Column, Figure, Headline, Report, Row
 from weft.timeline import Timeline, record
 from weft.timeline.text import format_seconds
 
@@ -48,9 +48,38 @@ Agree = Callable[[float], float]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What the command line asks of every benchmark: `quick` means the fewest rows that fill the summary."""
+    """What the command line asks of every benchmark: `quick` means the fewest rows that fill the summary.
+
+    `cards` are the kinds of network cards that a lab's rows are measured on, one after the other.
+    """
 
     quick: bool = False
+    cards: tuple[str, ...] = ("tcp",)
+
+
+def over_cards(options: BenchOptions, run: Callable[[str], Report]) -> Report:
+    """`run` on each kind of cards: one table, in which a row says what it was measured on.
+
+    The summary is that of the first kind; keys of the others begin with their names.
+    """
+    reports = {cards: run(cards) for cards in options.cards}
+    first = reports[options.cards[0]]
+    summary = dict(first.summary)
+    for cards in options.cards[1:]:
+        summary |= {f"{cards}_{key}": value for key, value in reports[cards].summary.items()}
+    return replace(
+        first,
+        rows=[{**row, "cards": cards} for cards, report in reports.items() for row in report.rows],
+        summary=summary,
+        columns=[Column("cards", "cards"), *first.columns],
+        notes=[*first.notes, CARDS_NOTE],
+        figures=[
+            replace(figure, title=f"{cards}: {figure.title}") for cards, r in reports.items() for figure in r.figures
+        ],
+    )
+
+
+CARDS_NOTE = "cards: tcp, a message takes about 2 ms of the rank's core for each MB; dma, a copy"
 
 
 @dataclass(frozen=True)

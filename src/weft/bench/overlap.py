@@ -15,7 +15,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from weft.bench.harness import BenchOptions, Case, Result, System, column, lab_meter, measure, slowest, track
+from weft.bench.harness import (
+    BenchOptions,
+    Case,
+    Result,
+    System,
+    column,
+    lab_meter,
+    measure,
+    over_cards,
+    slowest,
+    track,
+)
 from weft.bench.systems.overlap import OverlapCase, Systems, cases, matmul_flops, quick_cases
 from weft.comm import Group
 from weft.lab import Cluster, Rank
@@ -51,12 +62,16 @@ COLUMNS = [
 
 def run(options: BenchOptions) -> Report:
     """A lab for each row, because each row has its own links."""
+    return over_cards(options, partial(_run, options))
+
+
+def _run(options: BenchOptions, cards: str) -> Report:
     chosen = quick_cases() if options.quick else list(cases())
     flops = flops_of_a_core()
     rows, figures = [], []
     for case in track(chosen, title=NAME):
         gbps = case.gbps(flops, os.cpu_count() or 1)
-        result = _result(case, gbps, rounds=7 if options.quick else 9)
+        result = _result(case, gbps, cards, rounds=7 if options.quick else 9)
         rows.append(_row(case, result, gbps))
         if case.compares_plans:
             figures.append(result.figure(case.name, str(result.facts["plan"])))
@@ -78,7 +93,7 @@ def run(options: BenchOptions) -> Report:
 def demo() -> list[Headline]:
     """The line of `weft demo`: a product that travels for as long as it is computed."""
     case = quick_cases()[0]
-    result = _result(case, case.gbps(flops_of_a_core(), os.cpu_count() or 1), rounds=5)
+    result = _result(case, case.gbps(flops_of_a_core(), os.cpu_count() or 1), "tcp", rounds=5)
     figures = [result.figure(case.name, str(result.facts["plan"]))]
     return [result.headline(case.name, today="torch", figures=figures)]
 
@@ -93,8 +108,8 @@ def _rank_flops(rank: Rank) -> float:
     return matmul_flops()
 
 
-def _result(case: OverlapCase, gbps: float, *, rounds: int) -> Result:
-    with Cluster(hosts=case.hosts, devices=case.devices, gbps=gbps) as cluster:
+def _result(case: OverlapCase, gbps: float, cards: str, *, rounds: int) -> Result:
+    with Cluster(hosts=case.hosts, devices=case.devices, gbps=gbps, cards=cards) as cluster:
         return cluster.run(measure_case, case, rounds, timeout=TIMEOUT)[0]
 
 

@@ -10,12 +10,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.bench.harness import BenchOptions, Case, Result, column, measure_ranks, slowest, traced, track
+from weft.bench.harness import BenchOptions, Case, Result, column, measure_ranks, over_cards, slowest, traced, track
 from weft.bench.systems.pipeline import (
     SECONDS,
     PipelineCase,
@@ -79,10 +80,14 @@ COLUMNS = [
 
 def run(options: BenchOptions) -> Report:
     """A lab for each row, because each row has its own links."""
+    return over_cards(options, partial(_run, options))
+
+
+def _run(options: BenchOptions, cards: str) -> Report:
     chosen = quick_cases() if options.quick else list(cases())
     rows, figures = [], []
     for case in track(chosen, title=NAME):
-        result = _result(case, 3 if options.quick else 7)
+        result = _result(case, cards, 3 if options.quick else 7)
         rows.append(_row(result))
         figures.append(result.figure(f"eager-1f1b: {case.name}"))
     return Report(
@@ -105,14 +110,14 @@ def run(options: BenchOptions) -> Report:
 def demo() -> list[Headline]:
     """The line of `weft demo`: a GPT over four hosts."""
     case = quick_cases()[0]
-    result = _result(case, 3, ("alpa", *EAGER, *SIGNALS))
+    result = _result(case, "tcp", 3, ("alpa", *EAGER, *SIGNALS))
     what, figures = f"pipeline step ({case.name}), against 1F1B", [result.figure(f"eager-1f1b: {case.name}")]
     return [result.headline(what, today="alpa", ours=_best(result), unit="s", figures=figures)]
 
 
-def _result(case: PipelineCase, rounds: int, systems: Sequence[str] = ALL) -> Result:
+def _result(case: PipelineCase, cards: str, rounds: int, systems: Sequence[str] = ALL) -> Result:
     gbps = (emulated_sizes(case) if case.emulated else _real_sizes(case)).gbps(case.share)
-    with Cluster(case.stages, case.devices, gbps) as lab:
+    with Cluster(case.stages, case.devices, gbps, cards=cards) as lab:
         return lab.run(measure_case, case, gbps, rounds, systems, timeout=_RUN_TIMEOUT)[0]
 
 

@@ -12,12 +12,13 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from weft.bench.harness import BenchOptions, Result, column, track
+from weft.bench.harness import BenchOptions, Result, column, over_cards, track
 from weft.bench.systems.reshard import measure_case, measure_state
 from weft.lab import Cluster
 from weft.layout import Layout, Mesh
@@ -43,14 +44,18 @@ COLUMNS = [
 
 def run(options: BenchOptions) -> Report:
     """All cases, one lab each; then the state dict; then the planner alone."""
+    return over_cards(options, partial(_run, options))
+
+
+def _run(options: BenchOptions, cards: str) -> Report:
     cases = QUICK_CASES if options.quick else CASES
     rounds = 3 if options.quick else 7
     rows, figures = [], []
     for case in track(cases, title=NAME):
-        result = _case(case, rounds=rounds)
+        result = _case(case, cards, rounds=rounds)
         rows.append(_row(result))
         figures.append(result.figure(f"optimal: {case.name}"))
-    state = _state_row(_state(scale=2 if options.quick else 1, rounds=rounds))
+    state = _state_row(_state(cards, scale=2 if options.quick else 1, rounds=rounds))
     return Report(
         NAME,
         rows=[*rows, state],
@@ -69,22 +74,22 @@ def run(options: BenchOptions) -> Report:
 def demo() -> list[Headline]:
     """The line of `weft demo`: one tensor to every device of another mesh."""
     case = REPLICATE[-3]
-    result = _case(case, rounds=3, strategies=("send_recv", "optimal"))
+    result = _case(case, "tcp", rounds=3, strategies=("send_recv", "optimal"))
     what, figures = f"reshard {case.name}, against send/recv", [result.figure(f"optimal: {case.name}")]
     return [result.headline(what, today="send_recv", ours="optimal", unit="s", figures=figures)]
 
 
-def _case(case: ReshardCase, *, rounds: int, strategies: Iterable[str] = STRATEGIES) -> Result:
-    with Cluster(case.hosts, case.devices, GBPS) as lab:
+def _case(case: ReshardCase, cards: str, *, rounds: int, strategies: Iterable[str] = STRATEGIES) -> Result:
+    with Cluster(case.hosts, case.devices, GBPS, cards=cards) as lab:
         job = (case.name, [case.spec()], list(strategies), GBPS, rounds)
         result = lab.run(measure_case, *job, timeout=_RUN_TIMEOUT)[0]
     assert result is not None
     return result
 
 
-def _state(*, scale: int, rounds: int) -> Result:
+def _state(cards: str, *, scale: int, rounds: int) -> Result:
     name = "state dict of 150 tensors, (2,2) FSDP to (1,2) TP"
-    with tempfile.TemporaryDirectory() as folder, Cluster(3, 2, GBPS) as lab:
+    with tempfile.TemporaryDirectory() as folder, Cluster(3, 2, GBPS, cards=cards) as lab:
         job = (name, llama_state(scale=scale), GBPS, rounds, STAGING_LIMIT, f"{folder}/checkpoint")
         result = lab.run(measure_state, *job, timeout=_RUN_TIMEOUT)[0]
     assert result is not None

@@ -251,6 +251,9 @@ def models() -> None:
 def bench(
     name: Annotated[str | None, typer.Argument(help="Which benchmark; --list shows them.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The fewest rows, within 3 minutes.")] = False,
+    cards: Annotated[
+        str | None, typer.Option(help="Cards of a lab: tcp, dma or both. Default: dma if --quick, else both.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page here.")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the benchmarks.")] = False,
@@ -269,7 +272,7 @@ def bench(
     from weft.bench import machine
     from weft.bench.harness import BenchOptions
 
-    report = benchmark.run(BenchOptions(quick=quick))
+    report = benchmark.run(BenchOptions(quick=quick, cards=_cards(cards, quick)))
     for table in report.tables():
         console().print(table)
     about = machine.describe()
@@ -277,6 +280,14 @@ def bench(
         write(json_file, report.json(machine=about))
     if html_file is not None:
         write(html_file, report.html(machine=about))
+
+
+def _cards(asked: str | None, quick: bool) -> tuple[str, ...]:
+    """The kinds of cards, those first whose figures count."""
+    known = {"tcp": ("tcp",), "dma": ("dma",), "both": ("dma", "tcp"), None: ("dma",) if quick else ("dma", "tcp")}
+    if asked not in known:
+        raise ValueError(f"got the cards {asked!r}, expected tcp, dma or both")
+    return known[asked]
 
 
 @trace_app.command("show")

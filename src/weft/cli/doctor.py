@@ -155,6 +155,15 @@ def _namespaces() -> Check:
     return Check("namespaces", "ok" if works else "missing", " ".join(why.split()))
 
 
+def _cards() -> Check:
+    from weft.lab.card import why_staged
+
+    why = why_staged()
+    if why is None:
+        return Check("DMA cards", "ok", "of a lab: ranks read each other's memory, one copy a message")
+    return Check("DMA cards", "ok", f"of a lab: messages are copied twice, through shared memory ({why})")
+
+
 def _link_tools() -> Check:
     from weft.lab.linux import find_tool
 
@@ -253,6 +262,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _backends,
     _threads,
     _namespaces,
+    _cards,
     _link_tools,
     _shared_memory,
     _cuda,

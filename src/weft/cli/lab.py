@@ -30,11 +30,12 @@ def _group() -> None:
 def lab_check(
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
     gbps: Annotated[float, typer.Option(help="The rate of each host's card, Gbit/s.")] = 1.0,
+    cards: Annotated[str, typer.Option(help="tcp, or dma: cards that read memory themselves.")] = "tcp",
 ) -> None:
-    """Start a lab, and measure whether its links carry what they should."""
+    """Start a lab, and measure whether its links carry what they should, and what a message costs."""
     from weft.lab.check import check, render
 
-    result = check(hosts=hosts, gbps=gbps)
+    result = check(hosts=hosts, gbps=gbps, cards=cards)
     console().print(render(result))
     if not result.ok:
         raise typer.Exit(1)

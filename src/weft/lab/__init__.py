@@ -4,6 +4,8 @@ cluster  `Cluster`: the caller's side
 zygote   the lab's own processes, which fork the ranks and watch them
 rank     one rank's process; the values that it, the zygote and the caller send each other
 linux    namespaces, and the wires between them: what to tell `ip` and `tc`, and whether this machine can
+card     DMA cards: messages between the ranks' memories, at the pace of a modelled wire
+backend  torch.distributed on such cards: the process group, `collectives` its algorithms, `works` what calls give back
 check    do the links carry what was asked of them?
 """
 

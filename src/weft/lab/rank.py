@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import PeerTimeout, RankFailed
@@ -30,11 +31,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+CARDS = ("tcp", "dma")
+MAX_DMA_RANKS = 512
+
+
 @dataclass(frozen=True)
 class Spec:
     """A lab: `hosts` hosts of `devices` ranks; rank r is device `r % devices` of host `r // devices`.
 
-    gbps is the TCP payload rate of each host's card in Gbit/s, or None for plain loopback.
+    gbps is the payload rate of each host's card in Gbit/s, or None for plain loopback. `cards` are "tcp", or "dma" with
+    a latency of `latency_us` microseconds.
     """
 
     name: str
@@ -42,6 +48,9 @@ class Spec:
     devices: int
     gbps: float | None
     threads: int
+    cards: str = "tcp"
+    latency_us: float = 0.0
+    is_staged: bool = False  # DMA cards copy through shared memory, as where no process may read another's
 
     def __post_init__(self) -> None:
         for what in ("hosts", "devices", "threads"):
@@ -58,8 +67,25 @@ class Spec:
                 f"gbps is {self.gbps!r}; expected a rate in Gbit/s from {MIN_GBPS:g} to {MAX_GBPS:g}, or "
                 "None for plain loopback without rate limits"
             )
+        self._check_cards()
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
             raise ValueError(f"name is {self.name!r}; expected 1 to 64 letters, digits, dots, dashes or underscores")
+
+    def _check_cards(self) -> None:
+        if self.cards not in CARDS:
+            raise ValueError(f"cards is {self.cards!r}; expected {' or '.join(map(repr, CARDS))}")
+        if self.cards == "dma" and (self.gbps is None or self.world > MAX_DMA_RANKS):
+            raise ValueError(
+                f"cards is 'dma' with gbps {self.gbps} and {self.world} ranks; expected a rate in Gbit/s, which they "
+                f"keep, and up to {MAX_DMA_RANKS} ranks"
+            )
+        number = isinstance(self.latency_us, (int, float)) and not isinstance(self.latency_us, bool)
+        if not number or not 0 <= self.latency_us <= 1e6:
+            raise ValueError(f"latency_us is {self.latency_us!r}; expected microseconds, from 0 to a million")
+        if self.latency_us and self.cards != "dma":
+            raise ValueError(
+                f"latency_us is {self.latency_us} with cards 'tcp', which have the machine's; leave it out"
+            )
 
     @property
     def world(self) -> int:
@@ -77,6 +103,12 @@ class Spec:
         shape = f"lab {self.name}: {self.hosts} hosts x {self.devices} devices"
         if self.gbps is None:
             return f"{shape} on plain loopback: no namespaces, no rate limit, hosts in name only"
+        if self.cards == "dma":
+            latency = f" and {self.latency_us:g} us" if self.latency_us else ""
+            return (
+                f"{shape}, each host behind one full-duplex DMA card of {self.gbps:g} Gbit/s{latency}; "
+                "copies inside a host are not limited"
+            )
         return (
             f"{shape}, each host behind one full-duplex card of {self.gbps:g} Gbit/s; "
             "loopback inside a host is not limited"
@@ -205,7 +237,7 @@ class Rank:
     host:   which network card it sits behind
     device: its place on that host
     hosts:  the host of every rank: `hosts[rank] == host`
-    group:  the gloo process group of all ranks, already connected; also torch's default group
+    group:  the process group of all ranks, gloo's or that of DMA cards, already connected; also torch's default group
     mesh:   all ranks as a (hosts, devices) mesh with the axes "host" and "device"
     """
 
@@ -217,6 +249,26 @@ class Rank:
     group: ProcessGroup
     mesh: DeviceMesh
 
+    def carried(self) -> tuple[int, int]:
+        """Bytes that this host's card has sent and received so far, with the headers of TCP; 0 on plain loopback."""
+        counted: Any = getattr(self.group, "carried", None)
+        if counted is not None:
+            return counted()  # type: ignore[no-any-return]
+        return parse_carried(Path("/proc/net/dev").read_text(encoding="ascii"), "eth0")
+
+
+def parse_carried(table: str, card: str) -> tuple[int, int]:
+    """The bytes that a card has sent and received, from the text of `/proc/net/dev`.
+
+    >>> parse_carried("  eth0:  10 1 0 0 0 0 0 0  77 2 0 0 0 0 0 0", "eth0")
+    (77, 10)
+    """
+    for line in table.splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == card:
+            return int(counters.split()[8]), int(counters.split()[0])
+    return 0, 0
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -227,6 +279,7 @@ class Seat:
     store:   a listening descriptor on host 0, for the rendezvous; `port` is its port
     reports: where the Ending goes; the rank then stays until it is told to go, so that no peer loses it
     stacks:  a file for faulthandler
+    wire:    a descriptor of the memory in which DMA cards meet, None without such cards
     """
 
     rank: int
@@ -236,6 +289,7 @@ class Seat:
     port: int
     reports: Connection
     stacks: int
+    wire: int | None = None
 
 
 def rank_main(spec: Spec, job: LabJob, seat: Seat, zygote: int) -> None:
@@ -304,7 +358,13 @@ def _connect(spec: Spec, seat: Seat, timeout: float) -> Rank:
         master_listen_fd=seat.store if seat.rank == 0 else None,
         timeout=limit,
     )
-    dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=spec.world, timeout=limit)
+    backend = "gloo"
+    if seat.wire is not None:
+        from weft.lab.backend import BACKEND, register
+
+        register(seat.wire, seat.rank // spec.devices)
+        backend = BACKEND
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=spec.world, timeout=limit)
     group: Any = dist.group.WORLD
     return Rank(
         rank=seat.rank,

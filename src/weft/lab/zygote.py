@@ -123,6 +123,7 @@ def run_job(spec: Spec, job: LabJob, namespaces: Sequence[int], control: Connect
     """The endings of all ranks, by rank. Raises CallerGone when `control` closes meanwhile."""
     start = time.monotonic()
     memories = _make_memories(spec)
+    wire = _make_wire(spec)
     processes: list[_Process] = []
     try:
         with _listen(namespaces) as store:
@@ -137,6 +138,7 @@ def run_job(spec: Spec, job: LabJob, namespaces: Sequence[int], control: Connect
                     port=store.getsockname()[1],
                     reports=theirs,
                     stacks=os.memfd_create("weft-lab-stacks"),
+                    wire=wire,
                 )
                 not_theirs = [control, ours, *(process.reports for process in processes)]
                 processes.append(_fork(spec, job, seat, ours, not_theirs, store))
@@ -146,6 +148,8 @@ def run_job(spec: Spec, job: LabJob, namespaces: Sequence[int], control: Connect
         linux.kill_children()
         for process in processes:
             process.close()
+        if wire is not None:
+            os.close(wire)
         for memory in memories:
             shutil.rmtree(memory)
 
@@ -159,6 +163,16 @@ def _make_memories(spec: Spec) -> list[str]:
         os.mkdir(memory)
         os.chmod(memory, 0o1777)  # what /dev/shm has
     return memories
+
+
+def _make_wire(spec: Spec) -> int | None:
+    """The wire of one run, which goes with its ranks."""
+    if spec.cards != "dma":
+        return None
+    from weft.lab.card import make_wire
+
+    assert spec.gbps is not None
+    return make_wire(spec.hosts, spec.world, gbps=spec.gbps, latency_us=spec.latency_us, staged=spec.is_staged)
 
 
 def _listen(namespaces: Sequence[int]) -> socket.socket:

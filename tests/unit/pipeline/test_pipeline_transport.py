@@ -179,6 +179,7 @@ def test_a_store_that_hangs_costs_one_thread() -> None:
         assert failures.read() == "stage 3 fell over"
         assert server.pid is not None
         os.kill(server.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)  # its threads stop one by one
         for _ in range(4):
             assert failures.read() is None
         asking = [thread for thread in threading.enumerate() if thread.name == "weft-pipeline-failures"]

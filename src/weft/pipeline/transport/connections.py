@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
-from weft._torch import gloo_group
+from weft._torch import cpu_group
 from weft.comm import Group, Transfer
 from weft.comm.deadline import STORE, Deadline, at_work
 from weft.comm.tags import DEFAULT_TAG, Line, Mark
@@ -50,7 +50,7 @@ class Connections:
         self.rank, self.size, self.hosts = self._up.rank, self._up.size, self._up.hosts
 
     def _make(self, name: str, timeout: float) -> Group:
-        self._made.append(gloo_group(name, self.world, timeout=timeout))
+        self._made.append(cpu_group(name, self.world, timeout=timeout))
         group = Group(self._made[-1], timeout=timeout, what="Pipeline")
         # gloo connects when a message is first sent, and cannot tell that a rank died before that.
         group.barrier("pipeline")
