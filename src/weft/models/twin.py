@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from operator import is_
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -19,7 +19,8 @@ from weft.errors import Unsupported
 from weft.models.modules import recorder
 
 _OWN = ("_modules", "_parameters", "_buffers")
-_NOT_COPIED = ("_weft_engine", "_weft_origin")
+_COMPILED = "_compiled_call_impl"  # what `Module.compile` leaves in a module: a call of that very module
+_NOT_COPIED = ("_weft_engine", "_weft_origin", _COMPILED)
 _T = TypeVar("_T")
 
 
@@ -29,6 +30,11 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     extra = bound.pop("kwargs", {})
     bound.pop("self", None)
     return {**bound, **extra}
+
+
+def takes(forward: Callable[..., Any], name: str) -> bool:
+    """Whether a forward has an argument of this name, besides those that it takes by **kwargs."""
+    return name in _signature(getattr(forward, "__func__", forward)).parameters
 
 
 @functools.cache
@@ -77,11 +83,12 @@ class Twin:
                 f"this {type(self).__name__} was made by the class of a packed model, and is not packed; make it by "
                 f"the class of transformers, and call weft.pack"
             )
-        origin: _Origin | None = self.__dict__.get("_weft_origin")
-        if origin is not None and not origin.holds():
+        origin: Origin | None = self.__dict__.get("_weft_origin")
+        changed = None if origin is None else origin.changed()
+        if changed is not None:
             raise Unsupported(
-                f"modules or parameters of the {type(self).__name__} that was packed have been replaced since; pack it "
-                f"again, or replace them in the packed model"
+                f"{changed} of the {type(self).__name__} that was packed have been replaced since; pack it again, or "
+                f"replace them in the packed model"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,7 +112,8 @@ def twin_of(model: nn.Module, mixin: type[Twin], attributes: dict[str, Any]) -> 
     twin.__dict__.update(model.__dict__)
     for name in _OWN:
         twin.__dict__[name] = dict(model.__dict__[name])
-    twin.__dict__.update(attributes, _weft_origin=_Origin(model))
+    twin.__dict__.pop(_COMPILED, None)
+    twin.__dict__.update(attributes, _weft_origin=_OwnModules(model))
     return twin
 
 
@@ -153,8 +161,16 @@ def _empty(original: type, mixin: type[Twin]) -> Any:
     return made.__new__(made)  # type: ignore[call-overload]
 
 
-class _Origin:
-    """The model that a twin was made of, while it lives, and what was in it."""
+class Origin(Protocol):
+    """What a twin was made of, while that lives."""
+
+    def changed(self) -> str | None:
+        """What has been replaced in it since, which the twin would not see; None for nothing."""
+        ...
+
+
+class _OwnModules:
+    """Of a model: its modules, parameters and buffers at the top. Those below it shares with its twin."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -164,9 +180,8 @@ class _Origin:
     def _now(model: nn.Module) -> list[Any]:
         return [value for name in _OWN for value in model.__dict__[name].values()]
 
-    def holds(self) -> bool:
+    def changed(self) -> str | None:
         model = self._model()
-        if model is None:
-            return True
-        now = self._now(model)
-        return len(now) == len(self._content) and all(map(is_, now, self._content))
+        now = self._content if model is None else self._now(model)
+        same = len(now) == len(self._content) and all(map(is_, now, self._content))
+        return None if same else "modules or parameters"

@@ -44,6 +44,7 @@ from weft.packed.inputs import (
     packed_labels,
     packed_like,
     padded_arguments,
+    reads_padding,
     reject,
     returned,
     wants_states,
@@ -95,6 +96,7 @@ class PackedBase(AnyForm):
 
     _weft: tuple[Family, AttentionDropout]
     weft_splits: bool
+    weft_is_unpooled = False  # nobody reads what the pooler gives: None where it would read padding, instead of an error
 
     def weft_engine(self) -> Engine:
         module: Any = self
@@ -207,7 +209,8 @@ class PackedBase(AnyForm):
         fields: dict[str, Any] = {"last_hidden_state": place(hidden)}
         pooler = getattr(self, "pooler", None)
         if pooler is not None:
-            fields["pooler_output"] = self._pooled(pooler, prepared.batch.with_values(hidden))
+            if not (self.weft_is_unpooled and reads_padding(prepared.batch)):
+                fields["pooler_output"] = self._pooled(pooler, prepared.batch.with_values(hidden))
         if extras.states is not None:
             fields["hidden_states"] = (*map(place, extras.states), fields["last_hidden_state"])
         if extras.keys_values is not None:
