@@ -224,6 +224,35 @@ def is_tie(model: Any, prompt: list[int], a: list[int], b: list[int]) -> bool:
     return abs(float(logits[a[at]] - logits[b[at]])) < CLOSE
 
 
+def types(case: Case) -> None:
+    """Types of tokens, which any tokenizer may give: ignored where Hugging Face ignores them, else heeded or refused."""
+    ids, mask = case.padded()
+    drawn = torch.randint(0, 2, ids.shape, generator=case.generator)
+    drawn[0, 0] = 1
+    for name in case.row.family.classes:
+        if case.row.both_ways and name != case.row.base:
+            continue
+        model = case.model(name)
+        packed = weft.pack(model)
+        with torch.no_grad():
+            plain, own = (m(ids, attention_mask=mask)[0] for m in (model, packed))
+            try:
+                want = model(ids, attention_mask=mask, token_type_ids=drawn)[0]
+            except IndexError:  # it knows one type only
+                with pytest.raises(ValueError, match="token_type_ids: values out of range"):
+                    packed(ids, attention_mask=mask, token_type_ids=drawn)
+                continue
+            if torch.equal(want, plain):
+                assert torch.equal(packed(ids, attention_mask=mask, token_type_ids=drawn)[0], own), name
+            elif case.row.base == "GPT2Model":  # words stand for types there
+                with pytest.raises(Unsupported, match="the argument token_type_ids is not supported"):
+                    packed(ids, attention_mask=mask, token_type_ids=drawn)
+            else:
+                got, is_real = packed(ids, attention_mask=mask, token_type_ids=drawn)[0], mask.bool()
+                by_token = want.shape[:2] == mask.shape
+                close(got[is_real] if by_token else got, want[is_real] if by_token else want, f"{name} with types")
+
+
 def registry(case: Case) -> None:
     """`attn_implementation="weft"` in the model's own code: its numbers. Or that code asks nobody for its attention."""
     model, other = case.model(), case.model()
@@ -304,7 +333,7 @@ def dropouts(case: Case) -> None:
 
 
 ALONE: dict[str, Callable[[Case], None]] = {
-    check.__name__: check for check in (outputs, gradients, tokens, registry, forms, others, dropouts)
+    check.__name__: check for check in (outputs, gradients, types, tokens, registry, forms, others, dropouts)
 }
 
 

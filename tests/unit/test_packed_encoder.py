@@ -6,6 +6,7 @@ import torch
 from test_packed_tools import CLOSE
 from torch import nn
 
+from weft.errors import Unsupported
 from weft.packed import pack
 
 # ---- generation
@@ -27,10 +28,19 @@ def test_other_ways_to_generate(family, options):
     assert torch.equal(*found)
 
 
-def test_a_static_cache_is_refused():
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("Llama", "a mask of 4 dims"),
+        ("Qwen2", r"a mask for each kind of layers \(full_attention\)"),
+        ("Qwen3", r"a mask for each kind of layers \(full_attention\)"),
+        ("Gemma3", r"a mask for each kind of layers \(.*sliding_attention.*\)"),
+    ],
+)
+def test_a_static_cache_is_refused(family, says):
     ids, mask = small.inputs([9, 2, 6], side="left")
-    packed = pack(small.build("Llama", "ForCausalLM"))
-    with pytest.raises(ValueError, match=r"a mask of 4 dims is not supported.*for a static cache: use the default one"):
+    packed = pack(small.build(family, "ForCausalLM"))
+    with pytest.raises(Unsupported, match=rf"{says} is not supported.*for a static cache: use the default one"):
         packed.generate(ids, attention_mask=mask, max_new_tokens=4, cache_implementation="static")
 
 

@@ -175,12 +175,12 @@ class _Originals:
         for path, reference, then in self._were:
             module = reference()
             now = then if module is None else _state(module)
-            for name in then.keys() | now.keys():
+            for name in {**then, **now}:
                 was, found = then.get(name, _ABSENT), now.get(name, _ABSENT)
                 if was is None and name in _LAZY:
                     continue
                 if was is not found and not (_is_plain(was) and type(was) is type(found) and was == found):
-                    return f"{path}.{name}"
+                    return f"modules or settings ({path}.{name})"
         return None
 
 
