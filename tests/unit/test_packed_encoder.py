@@ -44,6 +44,23 @@ def test_a_static_cache_is_refused(family, says):
         packed.generate(ids, attention_mask=mask, max_new_tokens=4, cache_implementation="static")
 
 
+@pytest.mark.parametrize("first", ["model", "packed"])
+@pytest.mark.parametrize("family", small.CAUSAL)
+def test_hidden_states_are_recorded_once(family, first):
+    """Layers that two models share have the hooks of transformers once, whichever of them asks first."""
+    ids, mask = small.inputs([9, 2, 6], side="left")
+    model = small.build(family, small.LANGUAGE_HEADS[family])
+    packed, other = pack(model), pack(model)
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    order = [model, packed] if first == "model" else [packed, model]
+    found = [m.generate(ids, attention_mask=mask, output_hidden_states=True, **options) for m in [*order, other, model]]
+    assert all(len(states) == 4 for each in found for states in each.hidden_states)
+    for each in found[1:]:
+        for step, wanted in zip(each.hidden_states, found[0].hidden_states, strict=True):
+            for got, want in zip(step, wanted, strict=True):
+                torch.testing.assert_close(got[:, -1], want[:, -1], atol=1e-4, rtol=0)
+
+
 # ---- torch's encoder
 
 

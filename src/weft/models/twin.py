@@ -16,7 +16,7 @@ from torch import nn
 
 from weft._torch import without_compile
 from weft.errors import Unsupported
-from weft.models.modules import recorder
+from weft.models.modules import HAS_RECORDERS, has_recorders, recorder
 
 _OWN = ("_modules", "_parameters", "_buffers")
 _COMPILED = "_compiled_call_impl"  # what `Module.compile` leaves in a module: a call of that very module
@@ -91,6 +91,16 @@ class Twin:
                 f"replace them in the packed model"
             )
 
+    def weft_share_recorders(self) -> None:
+        """Before and after code of transformers that may record states: it hangs hooks on layers once for each model,
+        but twins share theirs, and what two hooks record is there twice, in the model that was packed, too."""
+        module: Any = self
+        if has_recorders(module):
+            origin: Origin | None = self.__dict__.get("_weft_origin")
+            for model in (module, None if origin is None else origin.model()):
+                if model is not None:
+                    model.__dict__[HAS_RECORDERS] = True
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith(_NOT_COPIED)}
 
@@ -164,6 +174,10 @@ def _empty(original: type, mixin: type[Twin]) -> Any:
 class Origin(Protocol):
     """What a twin was made of, while that lives."""
 
+    def model(self) -> nn.Module | None:
+        """The model."""
+        ...
+
     def changed(self) -> str | None:
         """What has been replaced in it since, which the twin would not see; None for nothing."""
         ...
@@ -173,7 +187,7 @@ class _OwnModules:
     """Of a model: its modules, parameters and buffers at the top. Those below it shares with its twin."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+        self.model = weakref.ref(model)
         self._content = self._now(model)
 
     @staticmethod
@@ -181,7 +195,7 @@ class _OwnModules:
         return [value for name in _OWN for value in model.__dict__[name].values()]
 
     def changed(self) -> str | None:
-        model = self._model()
+        model = self.model()
         now = self._content if model is None else self._now(model)
         same = len(now) == len(self._content) and all(map(is_, now, self._content))
         return None if same else "modules or parameters"

@@ -105,8 +105,8 @@ class PackedBase(AnyForm):
 
     def weft_prepare(self, arguments: dict[str, Any]) -> PackedCall:
         """Packs and checks the inputs of a call."""
-        family, _ = self._weft
         self.weft_check()
+        family, _ = self._weft
         model = self.weft_engine().model
         assert model.embedding is not None
         supported = _INPUTS | set(model.embedding.names) | (CACHE_ARGUMENTS if family.has_cache else set())
@@ -196,7 +196,7 @@ class PackedBase(AnyForm):
         given = arguments.get("input_ids")
         if goes_on(arguments):  # one new token for each sequence has no padding: the model's own code is as good
             check_past(arguments)
-            return original(self, **arguments)
+            return self._by_own_code(original, arguments)
         prepared = given if isinstance(given, PackedCall) else self.weft_prepare(arguments)
         extras = Extras([] if prepared.wants_states else None, None if prepared.cache is None else [])
         hidden = self.weft_engine()(prepared.inputs, extras)
@@ -216,6 +216,17 @@ class PackedBase(AnyForm):
         if extras.keys_values is not None:
             fields["past_key_values"] = fill_cache(prepared.cache, prepared.batch, extras.keys_values)
         return as_output(self._weft[0].output, fields, self.config, arguments)  # type: ignore[attr-defined]
+
+    def _by_own_code(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        config: Any = self.config  # type: ignore[attr-defined]
+        asked = [value for name, value in arguments.items() if name.startswith("output_")]
+        if not any(asked) and not config.output_hidden_states and not config.output_attentions:
+            return original(self, **arguments)
+        self.weft_share_recorders()
+        try:
+            return original(self, **arguments)
+        finally:
+            self.weft_share_recorders()
 
     @staticmethod
     def _pooled(pooler: nn.Module, batch: PackedBatch) -> Tensor:

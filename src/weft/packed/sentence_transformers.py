@@ -171,6 +171,9 @@ class _Originals:
     def __init__(self, copied: list[tuple[str, nn.Module]]) -> None:
         self._were = [(path, weakref.ref(module), _state(module)) for path, module in copied]
 
+    def model(self) -> nn.Module | None:
+        return self._were[0][1]()
+
     def changed(self) -> str | None:
         for path, reference, then in self._were:
             module = reference()
@@ -228,12 +231,17 @@ class PackedTransformer(Twin):
         for child in module.children():
             if isinstance(child, PackedBase):
                 child.weft_is_unpooled = not _reads_pooler(module)
-        if _reads_masked(features):
+        inside = [part for part in module.modules() if isinstance(part, PackedBase)] if _reads_masked(features) else []
+        for part in inside:
+            part.weft_share_recorders()
+        if inside:
             module = shallow_copy(module)
             for name, child in module.named_children():
                 own_modules(module)[name] = plain_of(child) if isinstance(child, Twin) else child
         given = {name: value for name, value in features.items() if name not in _MADE}
         features.update(original(module, **{**arguments, "features": given}))
+        for part in inside:
+            part.weft_share_recorders()
         return features
 
 
