@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from exact_gradients import InFloat64, check_by_exact, distance
 from family_table import PAD, POSITIONS, ROWS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.overrides import TorchFunctionMode
 
 import weft
 from weft.errors import Unsupported
@@ -146,17 +146,6 @@ def gradients(case: Case) -> None:
         check_by_exact(got, want, exact, {name: limits[name] for name in far})
 
 
-def check_by_exact(
-    got: dict[str, Tensor], want: dict[str, Tensor], exact: dict[str, Tensor], limits: dict[str, float]
-) -> None:  # fmt: skip
-    """Raises where a gradient is farther from the exact one than its limit, and than Hugging Face's is."""
-    for name, limit in limits.items():
-        ours, theirs = (distance(each[name], exact[name]) for each in (got, want))
-        assert ours <= max(limit, theirs), (
-            f"the gradient of {name} is {ours:.2e} from that in float64, may be {limit:.2e}; Hugging Face's is {theirs:.2e}"
-        )
-
-
 def gradient_limits(want: dict[str, Tensor]) -> dict[str, float]:
     largest = max(float(g.abs().max()) for g in want.values())
     # That of a bias of keys is 0 but for rounding.
@@ -171,19 +160,6 @@ def loss_and_gradients(
     loss = loss_of(case, called, ids, mask, labels)
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-class InFloat64(TorchFunctionMode):
-    """Hugging Face's code computes norms, rotary positions and softmax in float32, whatever the model is: not here."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = Tensor.double if func is Tensor.float else func
-        given = {name: self._wide(value) for name, value in (kwargs or {}).items()}
-        return func(*map(self._wide, args), **given)
-
-    @staticmethod
-    def _wide(value: Any) -> Any:
-        return torch.float64 if value is torch.float32 else value
 
 
 def loss_of(case: Case, model: Any, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
@@ -225,7 +201,7 @@ def is_tie(model: Any, prompt: list[int], a: list[int], b: list[int]) -> bool:
 
 
 def types(case: Case) -> None:
-    """Types of tokens, which any tokenizer may give: ignored where Hugging Face ignores them, else heeded or refused."""
+    """Types of tokens, which any tokenizer may give: ignored where Hugging Face ignores them, else heeded."""
     ids, mask = case.padded()
     drawn = torch.randint(0, 2, ids.shape, generator=case.generator)
     drawn[0, 0] = 1
@@ -392,12 +368,6 @@ def close(got: Tensor, want: Tensor, what: str, limit: float = CLOSE) -> None:
     assert got.shape == want.shape, f"{what}: {list(got.shape)}, expected {list(want.shape)}"
     error = distance(got, want)
     assert error <= limit, f"{what} differ by {error:.2e}, may by {limit:.2e}"
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference; infinite where one is not a number."""
-    found = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
-    return found if found == found else float("inf")
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
 
-from family_case import ALONE, Case, check_by_exact, losses_on_ranks, one_rank
+from exact_gradients import check_by_exact
+from family_case import ALONE, Case, losses_on_ranks, one_rank
 from family_table import ROWS
 from harness import run_ranks
 

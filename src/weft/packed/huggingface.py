@@ -91,12 +91,13 @@ class PackedBase(AnyForm):
     """Mixed into the class of a base model. `_weft` is (family, whether attention weights are dropped).
 
     `weft_splits`: position_ids that do not rise by 1 begin another text, as in Hugging Face's decoders; else those that
-    go back to the model's own first position.
+    go back to the model's own first position. `weft_is_unpooled`: nobody reads what the pooler gives, so that it is
+    left out where it would read padding.
     """
 
     _weft: tuple[Family, AttentionDropout]
     weft_splits: bool
-    weft_is_unpooled = False  # nobody reads what the pooler gives: None where it would read padding, instead of an error
+    weft_is_unpooled = False
 
     def weft_engine(self) -> Engine:
         module: Any = self
@@ -208,9 +209,8 @@ class PackedBase(AnyForm):
 
         fields: dict[str, Any] = {"last_hidden_state": place(hidden)}
         pooler = getattr(self, "pooler", None)
-        if pooler is not None:
-            if not (self.weft_is_unpooled and reads_padding(prepared.batch)):
-                fields["pooler_output"] = self._pooled(pooler, prepared.batch.with_values(hidden))
+        if pooler is not None and not (self.weft_is_unpooled and reads_padding(prepared.batch)):
+            fields["pooler_output"] = self._pooled(pooler, prepared.batch.with_values(hidden))
         if extras.states is not None:
             fields["hidden_states"] = (*map(place, extras.states), fields["last_hidden_state"])
         if extras.keys_values is not None:

@@ -188,8 +188,8 @@ def checked_mask(mask: Any) -> Tensor | None:
         )
     if isinstance(mask, dict):
         raise Unsupported(
-            f"a mask for each kind of layers ({', '.join(map(str, mask))}) is not supported; attention_mask must have shape "
-            f"[batch, length], and generate makes such masks for a static cache: use the default one"
+            f"a mask for each kind of layers ({', '.join(map(str, mask))}) is not supported; attention_mask must have "
+            f"shape [batch, length], and generate makes such masks for a static cache: use the default one"
         )
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__

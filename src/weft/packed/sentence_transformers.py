@@ -2,8 +2,8 @@
 
 A packed model is a copy of the modules around the transformers, with the same parameters under the same names: it
 embeds, scores, trains and is saved by sentence-transformers' own code. What is set or replaced in it later counts in it
-alone; what is set or replaced in the original is an error at its next call. The library itself is not imported here: who
-has such a model has imported it.
+alone; what is set or replaced in the original is an error at its next call. The library itself is not imported here:
+who has such a model has imported it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MADE = frozenset(
 _OWN = {"processor", "tokenizer", "input_formatter", "_prompt_length_mapping"}  # of a Transformer: its twin has others
 # Attributes that the library fills in by itself, or that say nothing about results.
 _IDLE = frozenset(nn.Module().__dict__) | {
-    "forward", "_prompt_length_mapping", "_method_signature_cache", "_chat_template_suffix_cache", "_model_card_vars",
+    "_prompt_length_mapping", "_method_signature_cache", "_chat_template_suffix_cache", "_model_card_vars",
     "model_card_data", "_model_card_text", "_modules_placed", "_accelerate_placement_hook", "_device_map", "_legacy",
     "is_hpu_graph_enabled", "_similarity", "_similarity_pairwise", "input_formatter", "_compiled_call_impl",
     "deprecation_warnings", "_in_target_context_manager", "verbose", "init_kwargs", "files_loaded",
@@ -116,9 +116,7 @@ def _check(module: nn.Module, path: str) -> None:
     if getattr(module, "backend", "torch") != "torch":
         raise Unsupported(f"{path} computes by {module.backend}, which cannot be packed; load it with backend='torch'")
     known = any(base.__name__ in (*MODELS, *_READ_NO_PADDING) and _is_theirs(base) for base in kind.__mro__)
-    patched = module.__dict__.get("forward")
-    is_patched = patched is not None and getattr(patched, "__func__", None) is not kind.forward
-    is_own = known and not is_patched and _is_theirs(kind.forward)
+    is_own = known and _is_own(module.__dict__.get("forward"), kind) and _is_theirs(kind.forward)
     if not is_own and kind not in _CONTAINERS:
         raise Unsupported(
             f"{path} is a {kind.__module__}.{kind.__name__}, which is not known to leave padding alone, and padding is "
@@ -169,7 +167,10 @@ class _Originals:
     """The modules that were copied, and what each was like: its modules, and what is set in it and in its tokenizer."""
 
     def __init__(self, copied: list[tuple[str, nn.Module]]) -> None:
-        self._were = [(path, weakref.ref(module), _state(module)) for path, module in copied]
+        self._were = [
+            (path, weakref.ref(module), {name: _Setting(value) for name, value in _state(module).items()})
+            for path, module in copied
+        ]
 
     def model(self) -> nn.Module | None:
         return self._were[0][1]()
@@ -177,37 +178,59 @@ class _Originals:
     def changed(self) -> str | None:
         for path, reference, then in self._were:
             module = reference()
-            now = then if module is None else _state(module)
+            if module is None:
+                continue
+            now = _state(module)
             for name in {**then, **now}:
-                was, found = then.get(name, _ABSENT), now.get(name, _ABSENT)
-                if was is None and name in _LAZY:
-                    continue
-                if was is not found and not (_is_plain(was) and type(was) is type(found) and was == found):
+                was, is_there = then.get(name), name in now
+                if was is None or not is_there or not (was.is_still(now[name]) or was.is_filled_later(name)):
                     return f"modules or settings ({path}.{name})"
         return None
 
 
-_ABSENT = object()
+class _Setting:
+    """A value as it was. Of plain values a copy, so that a change inside is seen; of others which object it was."""
+
+    def __init__(self, value: Any) -> None:
+        self._is_plain = _is_plain(value)
+        self.value = copy.deepcopy(value) if self._is_plain else value
+
+    def is_still(self, value: Any) -> bool:
+        """Whether it is the same now."""
+        if value is self.value or not self._is_plain:
+            return value is self.value
+        return type(value) is type(self.value) and value == self.value
+
+    def is_filled_later(self, name: str) -> bool:
+        """Whether the library itself fills it, and had not yet."""
+        return self.value is None and name in _LAZY
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """What a module's copy does not share with it, by name. Plain values are copied, so that a change inside is seen."""
-    state = {name: _kept(value) for name, value in module.__dict__.items() if name not in _IDLE}
+    """What a module's copy does not share with it, by name."""
+    state = {name: value for name, value in module.__dict__.items() if name not in _IDLE}
+    patched = state.pop("forward", None)
+    state["forward"] = None if _is_own(patched, type(module)) else patched
     state.update(own_modules(module))
     processor = module.__dict__.get("processor")
     for part in ("", "tokenizer"):
         words = getattr(processor, part, None) if part else processor
         values = getattr(words, "__dict__", {}).items()
-        state |= {f"tokenizer.{name}": _kept(value) for name, value in values if name not in _IDLE}
+        state |= {f"tokenizer.{name}": value for name, value in values if name not in _IDLE}
     return state
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float, list, tuple, dict, set, Enum))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float, Enum))
 
 
-def _kept(value: Any) -> Any:
-    return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+def _is_own(forward: Any, kind: type[nn.Module]) -> bool:
+    """Whether what a module has under the name `forward` is its class's, which some losses leave behind there."""
+    return forward is None or getattr(forward, "__func__", None) is kind.forward
 
 
 def _around(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -228,9 +251,10 @@ class PackedTransformer(Twin):
         self.weft_check()
         module: Any = self
         features: dict[str, Any] = arguments["features"]
+        is_unpooled = not _reads_pooler(module)
         for child in module.children():
-            if isinstance(child, PackedBase):
-                child.weft_is_unpooled = not _reads_pooler(module)
+            if isinstance(child, PackedBase) and child.weft_is_unpooled != is_unpooled:
+                child.weft_is_unpooled = is_unpooled
         inside = [part for part in module.modules() if isinstance(part, PackedBase)] if _reads_masked(features) else []
         for part in inside:
             part.weft_share_recorders()

@@ -52,8 +52,8 @@ def shared_heads(heads: int, kv_heads: int, size: int) -> tuple[Heads, ...]:
     """
     if heads < size:
         raise ValueError(
-            f"{size} ranks cannot share {heads} query heads ({kv_heads} key/value heads): a rank would have none; use a "
-            f"mesh axis of at most {heads} ranks"
+            f"{size} ranks cannot share {heads} query heads ({kv_heads} key/value heads): a rank would have none; use "
+            f"a mesh axis of at most {heads} ranks"
         )
     group = heads // kv_heads
     for most in range(-(-heads // size), heads + 1):

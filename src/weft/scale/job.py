@@ -16,8 +16,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from weft.pipeline import SCHEDULES, Schedule, schedule
 from weft.parallel.cut import shared_heads
+from weft.pipeline import SCHEDULES, Schedule, schedule
 from weft.pipeline.schedules.generators import INTERLEAVED
 from weft.scale.gpus import Gpu
 from weft.transformer.parts import IndexRun
@@ -196,8 +196,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class MostHeads:
-    """The most heads on one GPU, as `weft.parallelize` shares them: of queries, of keys, and of queries, keys and values
-    together. Key heads that GPUs do not divide, or of which there are fewer, are on several."""
+    """The most heads on one GPU, as `weft.parallelize` shares them: of queries, of keys, and of queries, keys and
+    values together. Key heads that GPUs do not divide, or of which there are fewer, are on several."""
 
     queries: int
     keys: int
@@ -244,8 +244,8 @@ class ScaleJob:
         self._check_placement()
         if self.model.heads < self.tp:
             raise ValueError(
-                f"got tp={self.tp} for the {self.model.heads} query heads of {self.model.name}; expected at most as many "
-                "GPUs as heads: a head is not cut"
+                f"got tp={self.tp} for the {self.model.heads} query heads of {self.model.name}; expected at most as "
+                "many GPUs as heads: a head is not cut"
             )
         if self.stages > self.model.layers:
             raise ValueError(

@@ -125,8 +125,8 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 class RankModel:
     """What rank r of `group` computes with. `transformer.embedding.tables[0]` holds the rows `words` of the table.
 
-    `head` gives the rank's logits, [V_r, width], after `transform` and below `cap` where there is one; or it is None, for
-    a model without one. `group` is None for a whole model that nobody shares.
+    `head` gives the rank's logits, [V_r, width], after `transform` and below `cap` where there is one; or it is None,
+    for a model without one. `group` is None for a whole model that nobody shares.
     """
 
     transformer: Transformer
