@@ -122,7 +122,9 @@ def twin_of(model: nn.Module, mixin: type[Twin], attributes: dict[str, Any]) -> 
     twin.__dict__.update(model.__dict__)
     for name in _OWN:
         twin.__dict__[name] = dict(model.__dict__[name])
-    twin.__dict__.pop(_COMPILED, None)
+    check_forward(model)
+    for name in (_COMPILED, "forward"):
+        twin.__dict__.pop(name, None)
     twin.__dict__.update(attributes, _weft_origin=_OwnModules(model))
     return twin
 
@@ -140,8 +142,25 @@ def plain_of(twin: Twin) -> nn.Module:
 
 def become(model: nn.Module, mixin: type[Twin], attributes: dict[str, Any]) -> None:
     """Gives the model itself another `forward`; by the name of its class configs and checkpoints still find it."""
+    check_forward(model)
+    model.__dict__.pop("forward", None)
     model.__class__ = twin_class(type(model), mixin)
     model.__dict__.update(attributes)
+
+
+def is_own_forward(module: nn.Module) -> bool:
+    """Whether what a module itself has under the name `forward`, if anything, is its class's: some leave that there."""
+    forward = module.__dict__.get("forward")
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward
+
+
+def check_forward(model: nn.Module) -> None:
+    """Raises where a model runs code of the user's instead of its class's."""
+    if not is_own_forward(model):
+        raise Unsupported(
+            f"this {type(model).__name__} has another forward than its class came with, which would run in place of "
+            f"what weft computes; put that back (del model.forward), or wrap what weft makes of the model"
+        )
 
 
 def twin_class(original: type, mixin: type[Twin]) -> type:
@@ -183,12 +202,22 @@ class Origin(Protocol):
         ...
 
 
+# Attributes of transformers' models that say nothing about what they compute. Of checkpointing, layers say it.
+_IDLE = {"name_or_path", "gradient_checkpointing", "all_tied_weights_keys", "kernel_config", "training"}
+_LOSS = "_loss_function"  # where one is that a user has set
+
+
 class _OwnModules:
-    """Of a model: its modules, parameters and buffers at the top. Those below it shares with its twin."""
+    """Of a model: what it has at the top, modules, parameters, buffers, config, loss and the like. What is below these
+    it shares with its twin."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)
         self._content = self._now(model)
+        self._settings = {
+            name: value for name, value in model.__dict__.items() if not name.startswith("_") and name not in _IDLE
+        }
+        self._settings[_LOSS] = model.__dict__.get(_LOSS)
 
     @staticmethod
     def _now(model: nn.Module) -> list[Any]:
@@ -196,6 +225,13 @@ class _OwnModules:
 
     def changed(self) -> str | None:
         model = self.model()
-        now = self._content if model is None else self._now(model)
-        same = len(now) == len(self._content) and all(map(is_, now, self._content))
-        return None if same else "modules or parameters"
+        if model is None:
+            return None
+        now = self._now(model)
+        if len(now) != len(self._content) or not all(map(is_, now, self._content)):
+            return "modules or parameters"
+        for name, value in self._settings.items():
+            found = model.__dict__.get(name)
+            if found is not value and not (isinstance(value, (str, int, float)) and found == value):
+                return f"settings ({name.removeprefix('_')})"
+        return None

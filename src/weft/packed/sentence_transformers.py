@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weft._torch import own_modules, shallow_copy
 from weft.errors import Unsupported
-from weft.models.twin import Twin, plain_of, twin_of
+from weft.models.twin import Twin, is_own_forward, plain_of, twin_of
 from weft.packed.huggingface import PackedBase
 
 MODELS = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
@@ -116,7 +116,7 @@ def _check(module: nn.Module, path: str) -> None:
     if getattr(module, "backend", "torch") != "torch":
         raise Unsupported(f"{path} computes by {module.backend}, which cannot be packed; load it with backend='torch'")
     known = any(base.__name__ in (*MODELS, *_READ_NO_PADDING) and _is_theirs(base) for base in kind.__mro__)
-    is_own = known and _is_own(module.__dict__.get("forward"), kind) and _is_theirs(kind.forward)
+    is_own = known and is_own_forward(module) and _is_theirs(kind.forward)
     if not is_own and kind not in _CONTAINERS:
         raise Unsupported(
             f"{path} is a {kind.__module__}.{kind.__name__}, which is not known to leave padding alone, and padding is "
@@ -210,7 +210,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
     """What a module's copy does not share with it, by name."""
     state = {name: value for name, value in module.__dict__.items() if name not in _IDLE}
     patched = state.pop("forward", None)
-    state["forward"] = None if _is_own(patched, type(module)) else patched
+    state["forward"] = None if is_own_forward(module) else patched
     state.update(own_modules(module))
     processor = module.__dict__.get("processor")
     for part in ("", "tokenizer"):
@@ -226,11 +226,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple, set)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (str, int, float, Enum))
-
-
-def _is_own(forward: Any, kind: type[nn.Module]) -> bool:
-    """Whether what a module has under the name `forward` is its class's, which some losses leave behind there."""
-    return forward is None or getattr(forward, "__func__", None) is kind.forward
 
 
 def _around(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
