@@ -218,6 +218,10 @@ def _windows(r: Random, found: Options) -> Options:
 
 
 def gemma3(r: Random, least: int) -> Options:
+    return _gemma3(r, least) | {"final_logit_softcapping": r.choice((None, 3.0, 30.0))}
+
+
+def _gemma3(r: Random, least: int) -> Options:
     found = with_norms_of_heads(r, least)
     del found["hidden_act"]
     return found | {
@@ -228,7 +232,7 @@ def gemma3(r: Random, least: int) -> Options:
 
 
 def gemma3_both_ways(r: Random, least: int) -> Options:
-    return gemma3(r, least) | {"use_bidirectional_attention": True}
+    return _gemma3(r, least) | {"use_bidirectional_attention": True}
 
 
 def t5(r: Random, least: int) -> Options:

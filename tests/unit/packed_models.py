@@ -30,6 +30,12 @@ CONFIGS = {
     ),
     "Llama": lambda: transformers.LlamaConfig(**{**SIZE, "num_key_value_heads": 2}),
 }  # fmt: skip
+# Of which only some tests know.
+KIN = {
+    "Qwen2": lambda: transformers.Qwen2Config(**{**SIZE, "num_key_value_heads": 2}),
+    "Qwen3": lambda: transformers.Qwen3Config(**{**SIZE, "num_key_value_heads": 2, "head_dim": 16}),
+    "Gemma3": lambda: transformers.Gemma3TextConfig(**{**SIZE, "num_key_value_heads": 2, "head_dim": 16}),
+}
 LANGUAGE_HEADS = {"GPT2": "LMHeadModel", "Llama": "ForCausalLM"}
 FAMILIES = list(CONFIGS)
 CAUSAL = list(LANGUAGE_HEADS)
@@ -42,7 +48,7 @@ def heads(family):
 def build(family, head="Model", *, seed=0, **options):
     """A model in eval mode with weights large enough for every part of it to matter."""
     torch.manual_seed(seed)
-    config = CONFIGS[family]()
+    config = (CONFIGS | KIN)[family]()
     for name, value in options.items():
         setattr(config, name, value)
     model = getattr(transformers, family + head)(config).eval()

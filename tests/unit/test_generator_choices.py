@@ -196,3 +196,39 @@ def test_the_model_s_own_end() -> None:
     assert got.finish == "eos"
     assert got.tokens == whole.tokens[: whole.tokens.index(whole.tokens[5]) + 1]
     assert [got.tokens] == weft.generate(model, [prompt], max_new_tokens=20)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_logits_of_gemma_have_a_cap(kind: torch.dtype) -> None:
+    """`final_logit_softcapping` leaves the order of words and changes how likely they are. It is followed when it is
+    set, and the bits of a request are its own beside others, too."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0, pad_token_id=0, attn_implementation="eager",
+    )  # fmt: skip
+    plain = transformers.Gemma3ForCausalLM(config).eval()
+    for p in plain.parameters():
+        torch.nn.init.normal_(p, 0.0, 0.3)
+    plain = plain.to(kind)
+    model, close = weft.pack(plain), 1e-4 if kind == torch.float32 else 0.05
+    prompts = prompts_of([3, 20, 7], 4)
+    found = {}
+    for cap in (2.0, None, 0.5):
+        model.config.final_logit_softcapping = cap
+        for prompt in prompts:
+            got = alone(model, prompt, max_new_tokens=6, eos=(), logprobs=3)
+            assert got.logprobs is not None
+            for n, token in enumerate(got.logprobs):
+                wanted = logits_after(plain, prompt + got.tokens[:n]).log_softmax(-1)
+                assert abs(token.logprob - float(wanted[token.token])) < close
+                assert token.logprob >= float(wanted.max()) - close
+            found[cap, len(prompt)] = got.logprobs[0].logprob
+    assert len(set(found.values())) == len(found)
+    generator = weft.Generator(model)
+    streams = [generator.submit(p, max_new_tokens=6, eos=(), logprobs=3) for p in prompts]
+    generator.run()
+    assert [s.result() for s in streams] == [alone(model, p, max_new_tokens=6, eos=(), logprobs=3) for p in prompts]
+    greedy = plain.generate(torch.tensor([prompts[0]]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    if kind == torch.float32:
+        assert weft.generate(model, prompts[:1], max_new_tokens=6, eos=()) == [greedy[0, len(prompts[0]) :].tolist()]

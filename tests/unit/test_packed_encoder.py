@@ -6,6 +6,7 @@ import torch
 from test_packed_tools import CLOSE
 from torch import nn
 
+from weft.errors import Unsupported
 from weft.packed import pack
 
 # ---- generation
@@ -27,11 +28,37 @@ def test_other_ways_to_generate(family, options):
     assert torch.equal(*found)
 
 
-def test_a_static_cache_is_refused():
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("Llama", "a mask of 4 dims"),
+        ("Qwen2", r"a mask for each kind of layers \(full_attention\)"),
+        ("Qwen3", r"a mask for each kind of layers \(full_attention\)"),
+        ("Gemma3", r"a mask for each kind of layers \(.*sliding_attention.*\)"),
+    ],
+)
+def test_a_static_cache_is_refused(family, says):
     ids, mask = small.inputs([9, 2, 6], side="left")
-    packed = pack(small.build("Llama", "ForCausalLM"))
-    with pytest.raises(ValueError, match=r"a mask of 4 dims is not supported.*for a static cache: use the default one"):
+    packed = pack(small.build(family, "ForCausalLM"))
+    with pytest.raises(Unsupported, match=rf"{says} is not supported.*for a static cache: use the default one"):
         packed.generate(ids, attention_mask=mask, max_new_tokens=4, cache_implementation="static")
+
+
+@pytest.mark.parametrize("first", ["model", "packed"])
+@pytest.mark.parametrize("family", small.CAUSAL)
+def test_hidden_states_are_recorded_once(family, first):
+    """Layers that two models share have the hooks of transformers once, whichever of them asks first."""
+    ids, mask = small.inputs([9, 2, 6], side="left")
+    model = small.build(family, small.LANGUAGE_HEADS[family])
+    packed, other = pack(model), pack(model)
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    order = [model, packed] if first == "model" else [packed, model]
+    found = [m.generate(ids, attention_mask=mask, output_hidden_states=True, **options) for m in [*order, other, model]]
+    assert all(len(states) == 4 for each in found for states in each.hidden_states)
+    for each in found[1:]:
+        for step, wanted in zip(each.hidden_states, found[0].hidden_states, strict=True):
+            for got, want in zip(step, wanted, strict=True):
+                torch.testing.assert_close(got[:, -1], want[:, -1], atol=1e-4, rtol=0)
 
 
 # ---- torch's encoder

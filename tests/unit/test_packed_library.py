@@ -88,6 +88,22 @@ def test_decoders_that_pool_the_last_token(tmp_path, family, side):
     assert_same(lambda m: m.encode(TEXTS, prompt_name="query", batch_size=5), model)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "lasttoken"])
+def test_padding_on_the_left_of_a_model_with_a_pooler(tmp_path, pooling):
+    """Its pooler would read padding, but nobody reads what it gives; where somebody does, that is refused."""
+    model = embedder(tmp_path, pooling=pooling, side="left")
+    twin = weft.pack(model)
+    assert model[0].model.pooler is not None
+    assert_same(lambda m: m.encode(TEXTS, batch_size=5), model, twin)
+    model[0].modality_config["text"] = {"method": "forward", "method_output_name": "pooler_output"}
+    model[0].module_output_name = "sentence_embedding"
+    del model[1]
+    with pytest.raises(Unsupported, match="the pooler reads the first column, which is padding"):
+        weft.pack(model).encode(TEXTS)
+    model.tokenizer.padding_side = "right"
+    assert_same(lambda m: m.encode(TEXTS), model, weft.pack(model))
+
+
 def test_padding_is_not_computed(tmp_path):
     rows = weft.pack(embedder(tmp_path)).encode(TEXTS, output_value=None)
     assert any((row["attention_mask"] == 0).any() for row in rows)
@@ -201,7 +217,9 @@ def test_copied_and_pickled(tmp_path, name):
     twin = weft.pack(model)
     call(twin)
     for other in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
-        assert type(other) is type(model)
+        assert type(other) is type(twin)
+        assert isinstance(other, type(model))
+        assert type(other).__name__ == type(model).__name__
         assert_same(call, model, other)
         for p in other.parameters():
             p.data.add_(0.05)

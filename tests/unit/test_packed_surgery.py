@@ -1,5 +1,6 @@
 """What users do to the modules of a packed model: it is computed as the model itself would, or refused by name."""
 
+import copy
 import functools
 
 import pytest
@@ -11,6 +12,8 @@ transformers = pytest.importorskip("transformers")
 
 import packed_models as small  # noqa: E402
 
+import weft  # noqa: E402
+from weft.errors import Unsupported  # noqa: E402
 from weft.packed import pack  # noqa: E402
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
@@ -112,6 +115,39 @@ def test_modules_of_the_original_that_the_twin_cannot_see(family, name):
     setattr(packed, name, layers[:2])  # in the packed one it is meant for that one
     with torch.no_grad():
         assert not torch.allclose(states(packed), states(model) * MASK[..., None], atol=1e-3)
+
+
+SETTINGS = {
+    "config": copy.deepcopy, "generation_config": copy.deepcopy, "loss_function": lambda loss: lambda **given: 3.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_the_original_that_the_twin_cannot_see(name):
+    model = small.build("Llama", "ForCausalLM")
+    packed, own = pack(model), getattr(model, name)
+    model.gradient_checkpointing_enable(), model.gradient_checkpointing_disable()  # which its layers say
+    weft.generate(packed, [[5, 6]], max_new_tokens=1)
+    setattr(model, name, SETTINGS[name](own))
+    for call in (lambda: packed(IDS, attention_mask=MASK), lambda: weft.generate(packed, [[5, 6]], max_new_tokens=1)):
+        with pytest.raises(Unsupported, match=rf"^settings \({name}\) of the LlamaForCausalLM that was packed"):
+            call()
+    again = pack(model)
+    setattr(again, name, own)  # in the packed one it is meant for that one
+    assert torch.isfinite(again(IDS, attention_mask=MASK).logits).all()
+
+
+@pytest.mark.parametrize("of", ["the head", "the base"])
+def test_a_forward_that_was_patched(of):
+    """It would run in place of the packed one, on padding."""
+    model = small.build("Llama", "ForCausalLM")
+    patched = model if of == "the head" else model.model
+    patched.forward = patched.forward  # its own, bound: some tools leave it behind
+    assert not pack(model)(IDS, attention_mask=MASK).logits[MASK == 0].any()
+    own = patched.forward
+    patched.forward = lambda *args, **given: own(*args, **given)
+    with pytest.raises(Unsupported, match=f"{type(patched).__name__} has another forward than its class came with"):
+        pack(model)
 
 
 def test_a_layer_that_was_made_for_another_attention():

@@ -228,12 +228,43 @@ def test_a_thousand_gpus() -> None:
         ({"microbatches": 0}, "microbatches=0"),
         ({"gbps": -1.0}, "gbps=-1"),
         ({"schedule": "magic"}, "'magic'"),
-        ({"model": replace(find_model("llama2-70b"), kv_heads=2)}, "2 key/value heads"),
+        ({"model": replace(find_model("llama2-70b"), heads=2, kv_heads=1)}, "tp=4 for the 2 query heads"),
     ],
 )
 def test_what_cannot_be_placed_is_refused(change: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         replace(SMALL, **change)
+
+
+def with_key_heads(count: int, **change: object) -> ScaleJob:
+    return replace(SMALL, **{"model": replace(find_model("llama2-70b"), kv_heads=count, layers=8), **change})
+
+
+@pytest.mark.parametrize("mode", [Mode.PREFILL, Mode.DECODE])
+def test_key_heads_that_gpus_share_cost_what_a_copy_each_costs(mode: Mode) -> None:
+    """Two key heads on four GPUs are one on each of them, as four would be, and one key head is as well."""
+    steps = [simulate_step(with_key_heads(count, mode=mode)) for count in (4, 2, 1)]
+    assert len({step.seconds for step in steps}) == 1
+    assert len({step.memory for step in steps}) == 1
+    more = simulate_step(with_key_heads(64, mode=mode))
+    assert more.seconds > steps[0].seconds
+    assert more.memory > steps[0].memory
+
+
+def test_copies_of_key_heads_travel_in_training() -> None:
+    even, copied = (simulate_step(with_key_heads(count)) for count in (4, 2))
+    assert even.seconds < copied.seconds < 1.05 * even.seconds
+    assert copied.memory == even.memory
+
+
+def test_heads_that_gpus_do_not_divide_wait_for_the_busiest() -> None:
+    """64 query heads of 8 key heads on 3 GPUs: none has fewer than 22, so that it takes longer than a third."""
+    three = with_key_heads(8, hosts=1, devices=3, tp=3, pp=1, mode=Mode.PREFILL)
+    assert three.most.queries >= 22
+    batch = three.batch(ALL_PROMISES)
+    alone = replace(three, devices=1, tp=1)
+    own, whole = (stage_seconds(job, 0, batch, LayerWires.FREE).forward for job in (three, alone))
+    assert own > whole / 3
 
 
 def test_quantiles_must_grow() -> None:

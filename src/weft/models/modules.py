@@ -186,11 +186,23 @@ def _home(kind: type) -> object:
     return getattr(sys.modules.get(kind.__module__), kind.__name__, None)
 
 
+HAS_RECORDERS = "_output_capturing_hooks_installed"  # the mark of transformers on a model with such hooks
+
+
+def has_recorders(root: nn.Module) -> bool:
+    """Whether transformers has hung hooks on the layers of a model that record hidden states."""
+    return any(_is_recorder(hook) for module in root.modules() for hook in module.__dict__["_forward_hooks"].values())
+
+
+def _is_recorder(hook: object) -> bool:
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
 def _is_harmless(hook: object) -> bool:
     """Hugging Face's own: the one that records hidden states, which packed models record in another way, and the one
     that makes gradient checkpointing start at the embeddings, which their kind of checkpointing does not need."""
     name = getattr(hook, "__qualname__", "")
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing" or (
+    return _is_recorder(hook) or (
         name.startswith("PreTrainedModel.enable_input_require_grads.") and name.endswith("make_inputs_require_grads")
     )
 

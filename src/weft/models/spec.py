@@ -241,10 +241,11 @@ class HeadTransform:
 
 @dataclass(frozen=True, eq=False)
 class VocabularyHead:
-    """Logits of words, after `transform` where there is one."""
+    """Logits of words, after `transform` where there is one. `cap`: they are cap * tanh(logits / cap)."""
 
     projection: Projection
     transform: HeadTransform | None = None
+    cap: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,16 +10,17 @@ import inspect
 import weakref
 from collections.abc import Callable
 from operator import is_
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
 from weft._torch import without_compile
 from weft.errors import Unsupported
-from weft.models.modules import recorder
+from weft.models.modules import HAS_RECORDERS, has_recorders, recorder
 
 _OWN = ("_modules", "_parameters", "_buffers")
-_NOT_COPIED = ("_weft_engine", "_weft_origin")
+_COMPILED = "_compiled_call_impl"  # what `Module.compile` leaves in a module: a call of that very module
+_NOT_COPIED = ("_weft_engine", "_weft_origin", _COMPILED)
 _T = TypeVar("_T")
 
 
@@ -29,6 +30,11 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     extra = bound.pop("kwargs", {})
     bound.pop("self", None)
     return {**bound, **extra}
+
+
+def takes(forward: Callable[..., Any], name: str) -> bool:
+    """Whether a forward has an argument of this name, besides those that it takes by **kwargs."""
+    return name in _signature(getattr(forward, "__func__", forward)).parameters
 
 
 @functools.cache
@@ -77,12 +83,23 @@ class Twin:
                 f"this {type(self).__name__} was made by the class of a packed model, and is not packed; make it by "
                 f"the class of transformers, and call weft.pack"
             )
-        origin: _Origin | None = self.__dict__.get("_weft_origin")
-        if origin is not None and not origin.holds():
+        origin: Origin | None = self.__dict__.get("_weft_origin")
+        changed = None if origin is None else origin.changed()
+        if changed is not None:
             raise Unsupported(
-                f"modules or parameters of the {type(self).__name__} that was packed have been replaced since; pack it "
-                f"again, or replace them in the packed model"
+                f"{changed} of the {type(self).__name__} that was packed have been replaced since; pack it again, or "
+                f"replace them in the packed model"
             )
+
+    def weft_share_recorders(self) -> None:
+        """Before and after code of transformers that may record states: it hangs hooks on layers once for each model,
+        but twins share theirs, and what two hooks record is there twice, in the model that was packed, too."""
+        module: Any = self
+        if has_recorders(module):
+            origin: Origin | None = self.__dict__.get("_weft_origin")
+            for model in (module, None if origin is None else origin.model()):
+                if model is not None:
+                    model.__dict__[HAS_RECORDERS] = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith(_NOT_COPIED)}
@@ -105,7 +122,10 @@ def twin_of(model: nn.Module, mixin: type[Twin], attributes: dict[str, Any]) -> 
     twin.__dict__.update(model.__dict__)
     for name in _OWN:
         twin.__dict__[name] = dict(model.__dict__[name])
-    twin.__dict__.update(attributes, _weft_origin=_Origin(model))
+    check_forward(model)
+    for name in (_COMPILED, "forward"):
+        twin.__dict__.pop(name, None)
+    twin.__dict__.update(attributes, _weft_origin=_OwnModules(model))
     return twin
 
 
@@ -122,8 +142,25 @@ def plain_of(twin: Twin) -> nn.Module:
 
 def become(model: nn.Module, mixin: type[Twin], attributes: dict[str, Any]) -> None:
     """Gives the model itself another `forward`; by the name of its class configs and checkpoints still find it."""
+    check_forward(model)
+    model.__dict__.pop("forward", None)
     model.__class__ = twin_class(type(model), mixin)
     model.__dict__.update(attributes)
+
+
+def is_own_forward(module: nn.Module) -> bool:
+    """Whether what a module itself has under the name `forward`, if anything, is its class's: some leave that there."""
+    forward = module.__dict__.get("forward")
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward
+
+
+def check_forward(model: nn.Module) -> None:
+    """Raises where a model runs code of the user's instead of its class's."""
+    if not is_own_forward(model):
+        raise Unsupported(
+            f"this {type(model).__name__} has another forward than its class came with, which would run in place of "
+            f"what weft computes; put that back (del model.forward), or wrap what weft makes of the model"
+        )
 
 
 def twin_class(original: type, mixin: type[Twin]) -> type:
@@ -153,20 +190,48 @@ def _empty(original: type, mixin: type[Twin]) -> Any:
     return made.__new__(made)  # type: ignore[call-overload]
 
 
-class _Origin:
-    """The model that a twin was made of, while it lives, and what was in it."""
+class Origin(Protocol):
+    """What a twin was made of, while that lives."""
+
+    def model(self) -> nn.Module | None:
+        """The model."""
+        ...
+
+    def changed(self) -> str | None:
+        """What has been replaced in it since, which the twin would not see; None for nothing."""
+        ...
+
+
+# Attributes of transformers' models that say nothing about what they compute. Of checkpointing, layers say it.
+_IDLE = {"name_or_path", "gradient_checkpointing", "all_tied_weights_keys", "kernel_config", "training"}
+_LOSS = "_loss_function"  # where one is that a user has set
+
+
+class _OwnModules:
+    """Of a model: what it has at the top, modules, parameters, buffers, config, loss and the like. What is below these
+    it shares with its twin."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+        self.model = weakref.ref(model)
         self._content = self._now(model)
+        self._settings = {
+            name: value for name, value in model.__dict__.items() if not name.startswith("_") and name not in _IDLE
+        }
+        self._settings[_LOSS] = model.__dict__.get(_LOSS)
 
     @staticmethod
     def _now(model: nn.Module) -> list[Any]:
         return [value for name in _OWN for value in model.__dict__[name].values()]
 
-    def holds(self) -> bool:
-        model = self._model()
+    def changed(self) -> str | None:
+        model = self.model()
         if model is None:
-            return True
+            return None
         now = self._now(model)
-        return len(now) == len(self._content) and all(map(is_, now, self._content))
+        if len(now) != len(self._content) or not all(map(is_, now, self._content)):
+            return "modules or parameters"
+        for name, value in self._settings.items():
+            found = model.__dict__.get(name)
+            if found is not value and not (isinstance(value, (str, int, float)) and found == value):
+                return f"settings ({name.removeprefix('_')})"
+        return None

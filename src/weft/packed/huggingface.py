@@ -44,6 +44,7 @@ from weft.packed.inputs import (
     packed_labels,
     packed_like,
     padded_arguments,
+    reads_padding,
     reject,
     returned,
     wants_states,
@@ -90,11 +91,13 @@ class PackedBase(AnyForm):
     """Mixed into the class of a base model. `_weft` is (family, whether attention weights are dropped).
 
     `weft_splits`: position_ids that do not rise by 1 begin another text, as in Hugging Face's decoders; else those that
-    go back to the model's own first position.
+    go back to the model's own first position. `weft_is_unpooled`: nobody reads what the pooler gives, so that it is
+    left out where it would read padding.
     """
 
     _weft: tuple[Family, AttentionDropout]
     weft_splits: bool
+    weft_is_unpooled = False
 
     def weft_engine(self) -> Engine:
         module: Any = self
@@ -103,8 +106,8 @@ class PackedBase(AnyForm):
 
     def weft_prepare(self, arguments: dict[str, Any]) -> PackedCall:
         """Packs and checks the inputs of a call."""
-        family, _ = self._weft
         self.weft_check()
+        family, _ = self._weft
         model = self.weft_engine().model
         assert model.embedding is not None
         supported = _INPUTS | set(model.embedding.names) | (CACHE_ARGUMENTS if family.has_cache else set())
@@ -194,7 +197,7 @@ class PackedBase(AnyForm):
         given = arguments.get("input_ids")
         if goes_on(arguments):  # one new token for each sequence has no padding: the model's own code is as good
             check_past(arguments)
-            return original(self, **arguments)
+            return self._by_own_code(original, arguments)
         prepared = given if isinstance(given, PackedCall) else self.weft_prepare(arguments)
         extras = Extras([] if prepared.wants_states else None, None if prepared.cache is None else [])
         hidden = self.weft_engine()(prepared.inputs, extras)
@@ -206,13 +209,24 @@ class PackedBase(AnyForm):
 
         fields: dict[str, Any] = {"last_hidden_state": place(hidden)}
         pooler = getattr(self, "pooler", None)
-        if pooler is not None:
+        if pooler is not None and not (self.weft_is_unpooled and reads_padding(prepared.batch)):
             fields["pooler_output"] = self._pooled(pooler, prepared.batch.with_values(hidden))
         if extras.states is not None:
             fields["hidden_states"] = (*map(place, extras.states), fields["last_hidden_state"])
         if extras.keys_values is not None:
             fields["past_key_values"] = fill_cache(prepared.cache, prepared.batch, extras.keys_values)
         return as_output(self._weft[0].output, fields, self.config, arguments)  # type: ignore[attr-defined]
+
+    def _by_own_code(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        config: Any = self.config  # type: ignore[attr-defined]
+        asked = [value for name, value in arguments.items() if name.startswith("output_")]
+        if not any(asked) and not config.output_hidden_states and not config.output_attentions:
+            return original(self, **arguments)
+        self.weft_share_recorders()
+        try:
+            return original(self, **arguments)
+        finally:
+            self.weft_share_recorders()
 
     @staticmethod
     def _pooled(pooler: nn.Module, batch: PackedBatch) -> Tensor:

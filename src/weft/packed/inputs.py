@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.errors import Unsupported
 from weft.models.family import HeadKind
 from weft.models.spec import Transformer
+from weft.models.twin import takes
 from weft.packed.batch import PackedBatch
 from weft.packed.boundaries import MARKS, Restarts, starts_of
 
@@ -23,13 +24,19 @@ HEAD_ARGUMENTS = {"labels", "return_dict", "num_items_in_batch"}  # they go to t
 _HARMLESS: dict[str, tuple[object, ...]] = {"use_cache": (None, False), "return_dict": (None, True, False)}
 # What a trainer tells the loss, which is the head's: the base model's own code ignores it.
 _IGNORED = {"num_items_in_batch"}
+_TYPES = "token_type_ids"
 
 
 def reject(arguments: dict[str, Any], supported: set[str], model: Any) -> None:
-    """Raises if an argument or the config asks for what a packed model would not heed."""
+    """Raises if an argument or the config asks for what a packed model would not heed.
+
+    A tokenizer that several families share gives types of tokens. A model whose own `forward` has no such argument
+    swallows them: nothing that it computes depends on them.
+    """
     what = type(model).__name__
+    ignored = _IGNORED if takes(model.forward, _TYPES) else _IGNORED | {_TYPES}
     for name, value in arguments.items():
-        if name in supported or name in _IGNORED or value is None or value is False:
+        if name in supported or name in ignored or value is None or value is False:
             continue
         if not isinstance(value, Tensor) and value in _HARMLESS.get(name, ()):
             continue
@@ -97,10 +104,15 @@ def checked_vectors(vectors: Any) -> Tensor:
     return vectors
 
 
+def reads_padding(batch: PackedBatch) -> bool:
+    """Whether the first column is padding in a row that has tokens."""
+    real = batch.real()
+    return bool(batch.tokens and (real.any(1) & ~real[:, 0]).any())
+
+
 def first_tokens(batch: PackedBatch, what: str) -> Tensor:
     """[rows, width]: the state in column 0 of each row, zeros for a row without tokens."""
-    real = batch.real()
-    if batch.tokens and bool((real.any(1) & ~real[:, 0]).any()):
+    if reads_padding(batch):
         raise Unsupported(
             f"{what} reads the first column, which is padding in some sequences here, and padding is never computed; "
             f"pad on the right"
@@ -173,6 +185,11 @@ def checked_mask(mask: Any) -> Tensor | None:
         raise Unsupported(
             f"a mask of 4 dims is not supported, got shape {list(mask.shape)}; attention_mask must have shape "
             f"[batch, length], and generate makes such masks for a static cache: use the default one"
+        )
+    if isinstance(mask, dict):
+        raise Unsupported(
+            f"a mask for each kind of layers ({', '.join(map(str, mask))}) is not supported; attention_mask must have "
+            f"shape [batch, length], and generate makes such masks for a static cache: use the default one"
         )
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         got = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__

@@ -19,7 +19,7 @@ from weft.models.families import FAMILIES, family_of
 from weft.models.family import Family, called_in
 from weft.models.modules import check_hooks
 from weft.models.spec import ModelSpec
-from weft.models.twin import become
+from weft.models.twin import become, check_forward
 from weft.overlap.executor.context import context_of
 from weft.packed.api import pack
 from weft.packed.engine import AttentionDropout
@@ -111,6 +111,8 @@ def _share(model: nn.Module, family: Family, mesh: DeviceMesh, overlap: str) -> 
     vocabulary = None if head is None else head.vocabulary
     spec = ModelSpec(family.read(base), None if vocabulary is None else vocabulary(model))
     found = cuts(spec, mesh.size())
+    for each in (model, base):
+        check_forward(each)
     called = {model, *called_in(base)}
     if vocabulary is None:
         called |= set(model.modules()) - set(base.modules())  # a small head runs by its own code

@@ -39,22 +39,22 @@ class Heads:
     @classmethod
     def of(cls, attention: Attention, rank: int, size: int) -> Heads:
         """Raises where a rank would have no head."""
-        if attention.heads < size:
-            raise ValueError(
-                f"{size} ranks cannot share {attention.heads} query heads ({attention.kv_heads} key/value heads): "
-                f"a rank would have none; use a mesh axis of at most {attention.heads} ranks"
-            )
-        return _shared_heads(attention.heads, attention.kv_heads, size)[rank]
+        return shared_heads(attention.heads, attention.kv_heads, size)[rank]
 
 
 @cache
-def _shared_heads(heads: int, kv_heads: int, size: int) -> tuple[Heads, ...]:
+def shared_heads(heads: int, kv_heads: int, size: int) -> tuple[Heads, ...]:
     """The heads of every rank: as few queries as can be on the rank that has most; of such cuts one with the fewest
-    copies of keys; and of these the most even.
+    copies of keys; and of these the most even. Raises where a rank would have none.
 
-    >>> [(h.queries.count, h.keys.count) for h in _shared_heads(8, 2, 3)]
+    >>> [(h.queries.count, h.keys.count) for h in shared_heads(8, 2, 3)]
     [(3, 1), (2, 2), (3, 1)]
     """
+    if heads < size:
+        raise ValueError(
+            f"{size} ranks cannot share {heads} query heads ({kv_heads} key/value heads): a rank would have none; use "
+            f"a mesh axis of at most {heads} ranks"
+        )
     group = heads // kv_heads
     for most in range(-(-heads // size), heads + 1):
         if (found := _best_cut(heads, group, size, most)) is not None:

@@ -73,8 +73,9 @@ def _built(model: ModelSpec, known: dict[int, Tensor], group: ProcessGroup) -> R
         words = model.transformer.embedding.tables[0].shape[0]
     elif model.head is not None:
         words = model.head.projection.weights[0].shape[0]
-    head, transform = (None, None) if local.head is None else (local.head.projection, local.head.transform)
-    return RankModel(replace(local.transformer, layers=layers), group, Words.of(words, rank, size), head, transform)
+    own = RankModel(replace(local.transformer, layers=layers), group, Words.of(words, rank, size))
+    head = local.head
+    return own if head is None else replace(own, head=head.projection, transform=head.transform, cap=head.cap)
 
 
 def _with_heads(layer: Layer, rank: int, size: int) -> Layer:

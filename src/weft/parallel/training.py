@@ -31,7 +31,7 @@ from weft.models.spec import Embedding, Projection
 from weft.overlap.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicated_matmul
 from weft.packed.inputs import IGNORED_LABEL
 from weft.transformer.exchange import gather, gather_rows, lookup, split_rows
-from weft.transformer.parts import RankModel, Share, Words
+from weft.transformer.parts import RankModel, Share, Words, capped
 from weft.transformer.training import norm
 
 _BLOCK_ELEMENTS = 1 << 20  # of logits that are widened and exponentiated at once
@@ -119,9 +119,9 @@ def logits(model: RankModel, rows: Tensor, share: Share, *, keep: Tensor | None 
         rows = norm(t.norm, linear(rows, dense, bias=t.dense.bias(), activation=t.activation))
     weight, bias = PackedWeight.from_dense(head.weight()), head.bias()
     if keep is None and share.split:
-        return all_gather_matmul(rows, weight, group=group, bias=bias, m=share.tokens)
+        return capped(all_gather_matmul(rows, weight, group=group, bias=bias, m=share.tokens), model.cap)
     whole = gather_rows(rows, share, group)
-    return replicated_matmul(whole if keep is None else whole[keep], weight, group=group, bias=bias)
+    return capped(replicated_matmul(whole if keep is None else whole[keep], weight, group=group, bias=bias), model.cap)
 
 
 def cross_entropy(

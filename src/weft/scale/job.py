@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from weft.parallel.cut import shared_heads
 from weft.pipeline import SCHEDULES, Schedule, schedule
 from weft.pipeline.schedules.generators import INTERLEAVED
 from weft.scale.gpus import Gpu
@@ -194,6 +195,16 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class MostHeads:
+    """The most heads on one GPU, as `weft.parallelize` shares them: of queries, of keys, and of queries, keys and
+    values together. Key heads that GPUs do not divide, or of which there are fewer, are on several."""
+
+    queries: int
+    keys: int
+    together: int
+
+
+@dataclass(frozen=True)
 class ScaleJob:
     """A model on hosts x devices GPUs, tp x pp x dp ways parallel; ranks count along tp first, then dp, then pp.
 
@@ -231,10 +242,10 @@ class ScaleJob:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"got the schedule {self.schedule!r}; expected one of: {', '.join(SCHEDULES)}")
         self._check_placement()
-        if self.model.kv_heads % self.tp:
+        if self.model.heads < self.tp:
             raise ValueError(
-                f"got tp={self.tp} for the {self.model.kv_heads} key/value heads of {self.model.name}; "
-                "expected a divisor of them: a head is not cut"
+                f"got tp={self.tp} for the {self.model.heads} query heads of {self.model.name}; expected at most as "
+                "many GPUs as heads: a head is not cut"
             )
         if self.stages > self.model.layers:
             raise ValueError(
@@ -283,6 +294,13 @@ class ScaleJob:
     def host_gbps(self) -> float:
         """Gbit/s of a host's network cards; fewer GPUs than usual come with fewer cards."""
         return self.gbps if self.gbps is not None else self.gpu.network_gbps * self.devices / self.gpu.devices
+
+    @cached_property
+    def most(self) -> MostHeads:
+        """What the busiest GPU has of attention. All wait for it: every matmul of a layer ends with an exchange."""
+        each = shared_heads(self.model.heads, self.model.kv_heads, self.tp)
+        both = max(h.queries.count + 2 * h.keys.count for h in each)
+        return MostHeads(max(h.queries.count for h in each), max(h.keys.count for h in each), both)
 
     def host_of(self, stage: int) -> int:
         """The host of a stage's first replicas."""

@@ -209,12 +209,13 @@ def layer_seconds(job: ScaleJob, batch: Batch, wires: LayerWires) -> Seconds:
     """One micro-batch through one layer, on each of its GPUs."""
     model, t = job.model, batch.tokens
     return (
-        _column(job, t, model.qkv, wires)
+        _column(job, t, job.tp * job.most.together * model.head_width, wires)
         + _attention(job, batch)
-        + _row(job, t, model.hidden, wires)
+        + _row(job, t, job.tp * job.most.queries * model.head_width, wires)
         + _column(job, t, model.up, wires)
         + _row(job, t, model.ffn, wires)
         + _between(job, t)
+        + _realigned(job)
     )
 
 
@@ -255,15 +256,27 @@ def _row(job: ScaleJob, t: int, k: int, wires: LayerWires) -> Seconds:
 
 def _attention(job: ScaleJob, batch: Batch) -> Seconds:
     """Scores and their products with the values, of this GPU's heads; decoding reads the caches."""
-    flops = job.model.attention_flops(batch.pairs) / job.tp
+    flops = job.model.attention_flops(batch.pairs) * job.most.queries / job.model.heads
     peak = job.gpu.peak_of(job.dtype)
     forward = flops / (peak * ATTENTION_FORWARD)
     if job.mode is Mode.DECODE:
-        cached = batch.pairs * 2 * job.model.kv_heads * job.model.head_width * ITEM_BYTES[job.dtype] / job.tp
+        cached = batch.pairs * 2 * job.most.keys * job.model.head_width * ITEM_BYTES[job.dtype]
         forward = max(forward, copy_seconds(job.gpu, cached))
     # Two matmuls forward, five backward: scores are computed again.
     backward = 2.5 * flops / (peak * ATTENTION_BACKWARD)
     return Seconds(forward, backward, backward, 0.0)
+
+
+def _realigned(job: ScaleJob) -> Seconds:
+    """Training stores shards: where GPUs do not divide the key heads, weights that are computed with come from others,
+    and their gradients go back. Inference has packed them once."""
+    model, most = job.model, job.most
+    if job.mode is not Mode.TRAIN or model.kv_heads % job.tp == 0:
+        return Seconds(0.0, 0.0, 0.0, 0.0)
+    queries = 0 if most.queries * job.tp == model.heads else 2 * most.queries  # and the columns of `out` that follow
+    rows = (queries + 2 * most.keys) * model.head_width
+    moved = rows * model.hidden * ITEM_BYTES[job.dtype] / job.gpu.link
+    return Seconds(moved, moved, 0.0, moved)
 
 
 def _between(job: ScaleJob, t: int) -> Seconds:
@@ -329,7 +342,10 @@ def gradient_sync_seconds(job: ScaleJob, parameters: float) -> float:
 def stage_parameters(job: ScaleJob, stage: int) -> float:
     """Weights of a stage on one of its GPUs; the first and the last also have a share of the vocabulary's."""
     ends = (stage == 0) + (stage == job.stages - 1 and job.stages > 1)
-    return (job.layers[stage] * job.model.layer_parameters + ends * job.model.vocabulary * job.model.hidden) / job.tp
+    model, most = job.model, job.most
+    attention = (most.together + most.queries) * model.head_width * model.hidden
+    layer = attention + model.hidden * (model.up + model.ffn) / job.tp
+    return job.layers[stage] * layer + ends * model.vocabulary * model.hidden / job.tp
 
 
 def weight_bytes(job: ScaleJob, parameters: float) -> float:
@@ -342,7 +358,7 @@ def layer_activations(job: ScaleJob, tokens: int) -> float:
     """What a layer keeps of a micro-batch for its backward; inputs of gathering matmuls are kept gathered."""
     model = job.model
     share = 1 / job.tp if job.activations is Activations.SHARDED else 1.0
-    cut = (model.qkv + model.hidden + model.up + model.ffn) / job.tp
+    cut = (job.most.together + job.most.queries) * model.head_width + (model.up + model.ffn) / job.tp
     return tokens * ITEM_BYTES[job.dtype] * (2 * model.hidden * (1 + share) + cut)
 
 
@@ -358,5 +374,5 @@ def _rank_bytes(job: ScaleJob, schedule: Schedule, rank: int, batch: Batch, prom
     if job.mode is Mode.TRAIN:
         return total + schedule.peak_by_rank[rank] * layers * layer_activations(job, batch.tokens)
     held = sum(job.layers[stage] for stage in stages) * job.context(promises) * job.microbatches
-    caches = held * 2 * job.model.kv_heads * job.model.head_width * item / job.tp
+    caches = held * 2 * job.most.keys * job.model.head_width * item
     return total + caches + layer_activations(job, batch.tokens)

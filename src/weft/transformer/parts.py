@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -111,12 +112,21 @@ class Words:
         return cls(run.first, run.end, total)
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap), in the type of the logits; these themselves without a cap.
+
+    >>> capped(torch.tensor([1.0, 100.0]), 30.0)
+    tensor([ 0.9996, 29.9237])
+    """
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 @dataclass(frozen=True, eq=False)
 class RankModel:
     """What rank r of `group` computes with. `transformer.embedding.tables[0]` holds the rows `words` of the table.
 
-    `head` gives the rank's logits, [V_r, width], after `transform` where there is one; or it is None, for a model
-    without one. `group` is None for a whole model that nobody shares.
+    `head` gives the rank's logits, [V_r, width], after `transform` and below `cap` where there is one; or it is None,
+    for a model without one. `group` is None for a whole model that nobody shares.
     """
 
     transformer: Transformer
@@ -124,6 +134,7 @@ class RankModel:
     words: Words
     head: Projection | None = None
     transform: HeadTransform | None = None
+    cap: float | None = None
 
     @classmethod
     def alone(cls, transformer: Transformer) -> RankModel:

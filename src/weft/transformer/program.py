@@ -16,7 +16,7 @@ from weft.kernels.cpu import empty
 from weft.models.spec import VocabularyHead
 from weft.transformer.call import NO_EXTRAS, Extras, Inputs, checked_call
 from weft.transformer.memory import PassBuffers, RankCache, Workspace
-from weft.transformer.parts import RankModel
+from weft.transformer.parts import RankModel, capped
 from weft.transformer.passes import Pass
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class RankProgram:
     def with_head(self, head: VocabularyHead) -> RankProgram:
         """The same program with this head: it shares the layers and the buffers, so that calls of both take turns."""
         twin = copy.copy(self)
-        twin.model = replace(self.model, head=head.projection, transform=head.transform)
+        twin.model = replace(self.model, head=head.projection, transform=head.transform, cap=head.cap)
         twin.work = self.work.with_head(twin.model)
         return twin
 
@@ -93,7 +93,7 @@ class RankProgram:
         """[n, V_r]: the logits of this rank's words, of hidden states [n, width]."""
         if self.work.head is None:
             raise ValueError("the model has no head, expected one that gives logits, such as LlamaForCausalLM")
-        return self.work.head.apply(hidden)
+        return capped(self.work.head.apply(hidden), self.model.cap)
 
     def gather(self, part: Tensor) -> list[Tensor]:
         """What each rank gave, all of one shape."""

@@ -4,6 +4,7 @@ embedding, and two kinds of layers, with their own rotary positions and windows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from weft.errors import Unsupported
@@ -31,7 +32,7 @@ from weft.models.family import (
     table,
 )
 from weft.models.modules import is_of
-from weft.models.options import Options, require
+from weft.models.options import Options
 from weft.models.spec import (
     Attention,
     Embedding,
@@ -101,8 +102,7 @@ def _norm(module: Any) -> Norm:
 
 def _head(model: Any) -> VocabularyHead:
     """Of a `Gemma3ForCausalLM`."""
-    require(model.config, {"final_logit_softcapping": [None]})
-    return causal_head(model)
+    return replace(causal_head(model), cap=model.config.final_logit_softcapping)
 
 
 _OPTIONS = Options(
