@@ -20,9 +20,10 @@ help: ## say what each target does
 demo: setup ## start a lab cluster, measure it, and show what weft gains (the main job)
 	@$(BIN)/weft demo --html weft-demo.html
 
-# Many tests wait for deadlines more than they compute: three at once keep two cores busy.
+# Many tests wait for deadlines more than they compute: three at once keep two cores busy. One thread each, unless a test
+# asks for more: OpenMP's threads would fight for the cores.
 test: setup ## run all tests
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
 
 # In .venv: TRL asks for nothing that others would mind. The versions of its time are pinned, in this extra only.
 test-ecosystem: setup-ecosystem ## run other people's programs on weft: Trainer, TRL, sentence-transformers
