@@ -266,7 +266,8 @@ class PackedTransformer(Twin):
 
 def _reads_pooler(module: Any) -> bool:
     """Whether what a Transformer hands on is the pooler's, for one of its kinds of inputs."""
-    return any("pooler_output" in str(kind["method_output_name"]) for kind in module.modality_config.values())
+    kinds = getattr(module, "modality_config", {}).values()
+    return any("pooler_output" in str(kind["method_output_name"]) for kind in kinds)
 
 
 def _reads_masked(features: dict[str, Any]) -> bool:
