@@ -263,6 +263,9 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+COMPILED_CALL = "_compiled_call_impl"  # what `Module.compile` leaves in a module: a call of that very module
+
+
 def shallow_copy(module: Any) -> nn.Module:
     """The module with the same children, in a dict of its own: they can be replaced there alone."""
     found: nn.Module = copy.copy(module)

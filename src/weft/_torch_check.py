@@ -150,7 +150,7 @@ def _check_own() -> str:
         *(name for name in _torch.own_buffers(norm) if name == "unsaved"),
     ]
     same = held == ["weight", "bias", "0", "unsaved"] and _torch.unsaved_buffers(norm) == {"unsaved"}
-    return _unless(same, f"a module holds {held}")
+    return _unless(same, f"a module holds {held}") or _lacks(nn.Module, _torch.COMPILED_CALL)
 
 
 def _check_dtensor() -> str:

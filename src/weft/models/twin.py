@@ -14,13 +14,12 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from weft._torch import without_compile
+from weft._torch import COMPILED_CALL, without_compile
 from weft.errors import Unsupported
 from weft.models.modules import HAS_RECORDERS, has_recorders, recorder
 
 _OWN = ("_modules", "_parameters", "_buffers")
-_COMPILED = "_compiled_call_impl"  # what `Module.compile` leaves in a module: a call of that very module
-_NOT_COPIED = ("_weft_engine", "_weft_origin", _COMPILED)
+_NOT_COPIED = ("_weft_engine", "_weft_origin", COMPILED_CALL)
 _T = TypeVar("_T")
 
 
@@ -123,7 +122,7 @@ def twin_of(model: nn.Module, mixin: type[Twin], attributes: dict[str, Any]) -> 
     for name in _OWN:
         twin.__dict__[name] = dict(model.__dict__[name])
     check_forward(model)
-    for name in (_COMPILED, "forward"):
+    for name in (COMPILED_CALL, "forward"):
         twin.__dict__.pop(name, None)
     twin.__dict__.update(attributes, _weft_origin=_OwnModules(model))
     return twin

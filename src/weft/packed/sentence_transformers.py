@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft._torch import own_modules, shallow_copy
+from weft._torch import COMPILED_CALL, own_modules, shallow_copy
 from weft.errors import Unsupported
 from weft.models.twin import Twin, is_own_forward, plain_of, twin_of
 from weft.packed.huggingface import PackedBase
@@ -45,7 +45,7 @@ _OWN = {"processor", "tokenizer", "input_formatter", "_prompt_length_mapping"}  
 _IDLE = frozenset(nn.Module().__dict__) | {
     "_prompt_length_mapping", "_method_signature_cache", "_chat_template_suffix_cache", "_model_card_vars",
     "model_card_data", "_model_card_text", "_modules_placed", "_accelerate_placement_hook", "_device_map", "_legacy",
-    "is_hpu_graph_enabled", "_similarity", "_similarity_pairwise", "input_formatter", "_compiled_call_impl",
+    "is_hpu_graph_enabled", "_similarity", "_similarity_pairwise", "input_formatter", COMPILED_CALL,
     "deprecation_warnings", "_in_target_context_manager", "verbose", "init_kwargs", "files_loaded",
 }  # fmt: skip
 _LAZY = frozenset({"embedding_dimension"})  # None until the library has seen it
@@ -266,7 +266,8 @@ class PackedTransformer(Twin):
 
 def _reads_pooler(module: Any) -> bool:
     """Whether what a Transformer hands on is the pooler's, for one of its kinds of inputs."""
-    return any("pooler_output" in str(kind["method_output_name"]) for kind in module.modality_config.values())
+    kinds = getattr(module, "modality_config", {}).values()
+    return any("pooler_output" in str(kind["method_output_name"]) for kind in kinds)
 
 
 def _reads_masked(features: dict[str, Any]) -> bool:
