@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -20,7 +20,7 @@ import numpy as np
 
 from weft.jobs.embed.recipe import DENSE, SCORES
 from weft.jobs.embed.tasks import EmbedTask, TextEncoder
-from weft.jobs.texts.batches import TextBatch, Batches, InputIdentity, Kept, TextTask, record_identity
+from weft.jobs.texts.batches import Batches, InputIdentity, Kept, TextBatch, TextTask, record_identity
 from weft.jobs.texts.flow import Ahead, Behind
 from weft.jobs.texts.formats import LINES, Rows, RowTable
 from weft.jobs.texts.parts import SHARD, Shard
@@ -35,8 +35,8 @@ _ROOM = 2  # batches that wait to be computed, or to be written
 class EmbedOptions:
     """What the command line asks. `source` None is standard input; `skip_bad` False makes a bad record fatal.
 
-    Where texts are compared with others, `beside` is the column of these, and `query` stands for `column` in every
-    record. A `shard` takes a part of the texts.
+    Where texts are compared with others, `beside` is the column of these, which may hold `lists`; a `query` stands for
+    `column` in every record. A `shard` takes a part of the texts.
     """
 
     source: Path | None
@@ -49,6 +49,7 @@ class EmbedOptions:
     about: dict[str, Any] = field(default_factory=dict)  # what else makes this job this one: `Encoder.identity()`
     beside: str | None = None
     query: str | None = None
+    lists: bool = False
     shard: Shard | None = None
 
     def __post_init__(self) -> None:
@@ -66,13 +67,17 @@ class EmbedOptions:
     @property
     def shape(self) -> RecordShape:
         """What is read of a record."""
-        return RecordShape(self.column, self.beside, self.query)
+        return RecordShape(self.column, self.beside, self.query, self.lists)
 
     def job(self, width: int) -> dict[str, Any]:
         """What makes this job this one."""
         extra = {"documents": self.beside, "query": self.query, SHARD: None if self.shard is None else str(self.shard)}
         given = {name: value for name, value in extra.items() if value is not None}
         return {"format": self.format, "column": self.column, "width": width, **given, **self.about}
+
+    def with_about(self, about: dict[str, Any]) -> EmbedOptions:
+        """The same, of a model that is known by this."""
+        return replace(self, about=about)
 
     def check(self, kind: str = DENSE) -> None:
         """Raises where input or output cannot be opened, or not hold what a model of this kind makes of texts: before
@@ -98,7 +103,7 @@ class JobTask(TextTask, Protocol):
     """What is done to each record, and what of it is written.
 
     `kind` is that of the model; rows have `width` numbers, or are those of a `table`. `compute` gives a result for each
-    input, and `rows` what is written for each record, which has `counts` inputs: -1 for one that came alone.
+    input, and `rows` what is written for each record, which has so many inputs as `counts` says.
     """
 
     kind: str

@@ -134,8 +134,8 @@ class RerankTask(_ScoreTask):
     def _rows(self, scores: np.ndarray[Any, Any], counts: Sequence[int]) -> Iterator[dict[str, Any]]:
         start = 0
         for count in counts:
-            some = scores[start : start + abs(count)]
-            start += abs(count)
+            some = scores[start : start + count]
+            start += count
             order = np.arange(len(some))
             if not self._in_order:  # equal scores keep their order, and what has none comes last
                 order = np.lexsort((order, -np.nan_to_num(some, nan=-np.inf)))[: self._top]

@@ -51,7 +51,7 @@ class TextBatch:
     fresh: list[Any] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)  # inputs of each record of this part; -1 for one that is no list
+    counts: list[int] = field(default_factory=list)  # inputs of each record of this part
     bad: list[BadRecord] = field(default_factory=list)
     records: int = 0
     tokens: int = 0  # of all inputs, those that were kept included
@@ -99,7 +99,6 @@ class _Taken:
 
     identity: bytes
     inputs: Sequence[_Input] | None
-    is_list: bool
     bytes_read: int
 
 
@@ -157,7 +156,7 @@ class Batches:
                 continue
             i = next(at)
             of_it = [next(found) for _ in inputs[i]] if i in inputs else None
-            yield _Taken(digests[i], of_it, record.is_list or not record.beside, record.bytes_read)
+            yield _Taken(digests[i], of_it, record.bytes_read)
 
     def _fits(self, batch: TextBatch, item: _Taken | BadRecord) -> bool:
         if isinstance(item, BadRecord):
@@ -177,7 +176,7 @@ class Batches:
         batch.bytes_read = item.bytes_read
         if item.inputs is None:
             return
-        batch.counts.append(len(item.inputs) if item.is_list else -1)
+        batch.counts.append(len(item.inputs))
         for one in item.inputs:
             batch.tokens += max(one.tokens, 1)
             if one.ids is None:
@@ -262,10 +261,9 @@ def record_identity(record: Record) -> bytes:
     if isinstance(record, BadRecord):
         return b"bad"
     own = hashlib.sha256(record.text.encode()).digest()
-    if not record.beside and not record.is_list:
+    if not record.beside:
         return own
-    others = [hashlib.sha256(text.encode()).digest() for text in record.beside]
-    return hashlib.sha256(b"".join([own, b"list" if record.is_list else b"one", *others])).digest()
+    return hashlib.sha256(b"".join([own, *(hashlib.sha256(text.encode()).digest() for text in record.beside)])).digest()
 
 
 def _keys(identity: bytes, inputs: Sequence[Any], record: TextRecord) -> list[bytes]:

@@ -22,14 +22,13 @@ _PARQUET_ROWS = 1024  # read at once
 class TextRecord:
     """One text, the line it started on, and how many bytes of the input were read by then.
 
-    `beside` are the texts that it is compared with; `is_list`, where these came as a list.
+    `beside` are the texts that it is compared with.
     """
 
     line: int
     text: str
     bytes_read: int = 0
     beside: tuple[str, ...] = ()
-    is_list: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,13 @@ Record = TextRecord | BadRecord
 
 @dataclass(frozen=True)
 class RecordShape:
-    """Which columns of a record are read: `text`, and `beside` where texts are compared with others, one or a list. A
-    `query` stands for the first column in every record."""
+    """Which columns of a record are read: `text`, and `beside` where texts are compared with others, one or, with
+    `lists`, a list. A `query` stands for the first column in every record."""
 
     text: str = "text"
     beside: str | None = None
     query: str | None = None
+    lists: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -61,16 +61,15 @@ class RecordShape:
     def record(self, line: int, values: Sequence[Any], bytes_read: int) -> Record:
         """Of what the columns hold."""
         first = values[0] if self.query is None else self.query
-        reason = _fault("the text" if self.beside is None else "the query", first)
-        if self.beside is None or reason is not None:
-            return BadRecord(line, reason) if reason is not None else TextRecord(line, first, bytes_read)
-        found = values[-1]
-        is_list = isinstance(found, list)
-        for i, one in enumerate(found if is_list else [found]):
-            reason = reason or _fault(f"document {i}" if is_list else "the document", one)
-        if reason is not None:
-            return BadRecord(line, reason)
-        return TextRecord(line, first, bytes_read, tuple(found) if is_list else (found,), is_list)
+        reason = _fault("the query" if self.lists else "the text", first)
+        others: list[Any] = []
+        if self.beside is not None:
+            is_list = self.lists and isinstance(values[-1], list)
+            others = values[-1] if is_list else [values[-1]]
+            names = [f"document {i}" if is_list else f"{self.beside!r}" for i in range(len(others))]
+            for name, one in zip(names, others, strict=True):
+                reason = reason or _fault(name, one)
+        return TextRecord(line, first, bytes_read, tuple(others)) if reason is None else BadRecord(line, reason)
 
 
 def _fault(what: str, value: Any) -> str | None:
