@@ -104,6 +104,7 @@ SAID = ["The foxes", "A é ée", "漢漢 the.fox", "[CLS] a [MASK]", "nul\0", ""
 def bert(path, **options):
     made = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)}, **options)
     made.save_pretrained(path)
+    write(path / "config.json", {"model_type": "bert"})
     return path
 
 
@@ -143,13 +144,15 @@ def test_the_tokenizer_is_the_one_of_the_class(tmp_path, options):
         {"config": {"extra_special_tokens": ["<x>"]}}, {"config": {"model_input_names": ["input_ids"]}},
         {"parts": {"normalizer": None}}, {"parts": {"pre_tokenizer": {"type": "Whitespace"}}},
         {"parts": {"added_tokens": []}}, {"parts": {"post_processor": None}}, {"file": "added_tokens.json"},
-        {"file": "chat_template.jinja"}, {"map": {"cls_token": "<s>"}},
+        {"model": {"model_type": "nomic_bert"}}, {"file": "chat_template.jinja"}, {"map": {"cls_token": "<s>"}},
     ],
 )  # fmt: skip
 def test_a_tokenizer_that_is_not_surely_plain(tmp_path, change):
     bert(tmp_path)
     assert PlainTokenizer.of(tmp_path, None) is not None
-    for key, name in (("config", "tokenizer_config.json"), ("parts", "tokenizer.json")):
+    for key, name in (
+        ("config", "tokenizer_config.json"), ("parts", "tokenizer.json"), ("model", "config.json"),
+    ):  # fmt: skip
         if key in change:
             write(tmp_path / name, {**json.loads((tmp_path / name).read_text()), **change[key]})
     if "map" in change:
