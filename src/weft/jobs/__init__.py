@@ -1,5 +1,6 @@
 """What people run from a shell.
 
-embed/  texts in, embeddings out
+texts/  what jobs on texts have in common: records in, rows out
+embed/  texts in, embeddings or scores out
 train/  a training run on tensor x pipeline x data parallel ranks
 """
