@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.jobs.embed import Encoder, ModuleEncoder, open_encoder
 from weft.jobs.embed.encoder import normalize
 from weft.jobs.embed.recipe import SPARSE, TOKENS
+from weft.jobs.embed.scorer import Scorer, is_scorer
 from weft.jobs.serve.errors import Problem, Refusal
 from weft.jobs.serve.options import ModelChoice
 from weft.jobs.serve.tokens import Direction, Pair, RequestTokenizer
@@ -42,7 +43,7 @@ class Ask:
     task: Task
     prompt_name: str | None = None
     truncate: bool = False
-    direction: Direction = "right"
+    direction: Direction = None
     normalize: bool | None = None
     dimensions: int | None = None
     raw_scores: bool = False
@@ -155,7 +156,7 @@ class ModuleModel(ServedModel):
         refused = {
             "ids instead of texts": len(texts) < len(given),
             "prompt_name": ask.prompt_name is not None,
-            "truncation_direction": ask.direction != "right",
+            "truncation_direction": ask.direction is not None,
             "normalize": ask.normalize is False,
             "dimensions": ask.dimensions not in (None, self.width),
         }
@@ -176,10 +177,42 @@ class ModuleModel(ServedModel):
         return [(row["indices"].numpy(), _checked(row["values"])) for row in rows]
 
 
+class ScoringModel(ServedModel):
+    """A folder that `Scorer` takes: [labels] a text or pair, as the folder's activation leaves them, or raw."""
+
+    def __init__(self, choice: ModelChoice, scorer: Scorer) -> None:
+        super().__init__(choice)
+        self._scorer = scorer
+        self._tokenizer = RequestTokenizer(scorer.tokenizer, scorer.max_length)
+        self.tasks = frozenset({Task.PREDICT, Task.RERANK} if len(scorer.labels) == 1 else {Task.PREDICT})
+        self.dtype, self.max_length, self.width = scorer.dtype, scorer.max_length, len(scorer.labels)
+        self.labels = scorer.labels
+
+    def tokenizer(self) -> RequestTokenizer:
+        return self._tokenizer
+
+    def prepare(self, given: Sequence[Given], ask: Ask) -> list[tuple[TextContent, int]]:
+        self.check(ask)
+        texts: Any = given
+        inputs = self._scorer.prompted(texts)
+        found = self._scorer.read(self._tokenizer.encodings(inputs, truncate=ask.truncate, direction=ask.direction))
+        if any(not len(tokens) for tokens in found):
+            raise Refusal(Problem.TOKENIZER, "got a text without tokens, of which a classifier can read none")
+        return [(TextContent(tokens, ask, ""), len(tokens)) for tokens in found]
+
+    def run(self, contents: Sequence[TextContent]) -> list[Any]:
+        logits = self._scorer.score([content.tokens for content in contents])
+        scores = self._scorer.activate(logits)
+        pairs = zip(contents, logits, scores, strict=True)
+        return [_checked(raw if content.ask.raw_scores else score) for content, raw, score in pairs]
+
+
 def open_model(choice: ModelChoice, *, dtype: str | None = None) -> ServedModel:
     """What a folder holds, ready to run."""
     if not choice.folder.is_dir():
         raise ValueError(f"got the model {choice.folder}, expected a folder")
+    if is_scorer(choice.folder):
+        return ScoringModel(choice, Scorer(choice.folder, dtype=dtype))
     encoder = open_encoder(choice.folder, dtype=dtype)
     return PlainModel(choice, encoder) if isinstance(encoder, Encoder) else ModuleModel(choice, encoder)
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from weft.jobs.serve.errors import Problem, Refusal
 
-Direction = Literal["right", "left"]
+Direction = Literal["right", "left"] | None  # of the end that is cut; None is the tokenizer's own
 ResultT = TypeVar("ResultT")
 Pair = tuple[str, str]
 
@@ -17,15 +17,14 @@ class RequestTokenizer:
 
     def __init__(self, backend: Any, max_length: int | None) -> None:
         self._max_length = max_length
-        self._cutting: dict[Direction, Any] = {"right": backend, "left": backend}
-        if max_length is not None:
-            # Copies: what a tokenizer is set to is common to all threads, and nobody asks for the end that
-            # it cuts by default.
-            for side in self._cutting:
-                self._cutting[side] = _copy(backend)
-                self._cutting[side].enable_truncation(max_length, direction=side)
+        # Copies: what a tokenizer is set to is common to all threads.
         self._whole = _copy(backend)
         self._whole.no_truncation()
+        self._cutting: dict[Direction, Any] = {None: backend, "right": _copy(backend), "left": _copy(backend)}
+        if max_length is not None:
+            for side in ("right", "left"):
+                self._cutting[side].enable_truncation(max_length, direction=side)
+        self._side = (backend.truncation or {}).get("direction", "right").lower()
         self.vocabulary: int = backend.get_vocab_size(with_added_tokens=True)
 
     def ids(self, texts: Sequence[str], *, prompt: str, truncate: bool, direction: Direction) -> list[list[int]]:
@@ -51,7 +50,7 @@ class RequestTokenizer:
             f'"truncate": true, or start the server with --auto-truncate'
         )
 
-    def check(self, ids: Sequence[int], *, truncate: bool, direction: Direction) -> list[int]:
+    def check(self, ids: Sequence[int], *, truncate: bool, direction: Direction = None) -> list[int]:
         """Ids that a request gave, which are taken as they are: the model's own, special tokens included."""
         if bad := next((i for i in ids if not 0 <= i < self.vocabulary), None):
             raise Refusal(Problem.TOKENIZER, f"got the id {bad}, expected one from 0 to {self.vocabulary - 1}")
@@ -64,7 +63,7 @@ class RequestTokenizer:
                 f"Input validation error: `inputs` must have less than {most} tokens. Given: {len(ids)}",
                 param="input",
             )
-        return list(ids[:most] if direction == "right" else ids[-most:])
+        return list(ids[:most] if (direction or self._side) == "right" else ids[-most:])
 
     def tokens(self, text: str, *, special: bool) -> list[dict[str, Any]]:
         """Each token of a text, whole: its id, its part of the text and where that is, as TEI's /tokenize has it."""
@@ -81,7 +80,7 @@ class RequestTokenizer:
 
     def text(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """What the ids say."""
-        self.check(ids, truncate=True, direction="right")
+        self.check(ids, truncate=True)
         decoded: str = _called(lambda: self._whole.decode(list(ids), skip_special_tokens=skip_special))
         return decoded
 

@@ -100,13 +100,17 @@ def _run(
         await server.serve(sockets=[listener])
         service.close(options.drain_seconds)
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(main())
+    loop = _new_loop()
+    try:
+        loop.run_until_complete(main())
+    finally:
+        loop.close()
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
     except ImportError:
-        return None
-    return uvloop.new_event_loop
+        return asyncio.new_event_loop()
+    made: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return made
