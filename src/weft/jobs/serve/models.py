@@ -93,6 +93,10 @@ class ServedModel(ABC):
     def run(self, contents: Sequence[TextContent]) -> list[Any]:
         """A result for each, or the exception that it failed with. In one thread."""
 
+    def prompt_of(self, name: str) -> str:
+        """The prompt of this name."""
+        raise Refusal(Problem.FIELDS, f"got the prompt_name {name!r}, but {self.name} has none", param="prompt_name")
+
     @abstractmethod
     def tokenizer(self) -> RequestTokenizer:
         """For routes that ask for tokens alone."""
@@ -110,12 +114,19 @@ class PlainModel(ServedModel):
         self.dtype, self.max_length, self.width = encoder.dtype, encoder.max_length, encoder.width
         self.pooling = "+".join(encoder.recipe.pooling.modes)
 
+    def prompt_of(self, name: str) -> str:
+        prompts = self._encoder.recipe.prompts
+        if name not in prompts:
+            known = ", ".join(map(repr, prompts)) or "none"
+            raise Refusal(Problem.FIELDS, f"got the prompt_name {name!r}, expected one of {known}", param="prompt_name")
+        return prompts[name]
+
     def tokenizer(self) -> RequestTokenizer:
         return self._tokenizer
 
     def prepare(self, given: Sequence[Given], ask: Ask) -> list[tuple[TextContent, int]]:
         self.check(ask)
-        prompt = _prompt(ask.prompt_name, self._encoder.recipe.prompts, self._encoder.prompt)
+        prompt = self._encoder.prompt if ask.prompt_name is None else self.prompt_of(ask.prompt_name)
         ids = prepared_ids(self._tokenizer, given, ask, prompt)
         return [(TextContent(text, ask, prompt), len(text)) for text in ids]
 
@@ -157,7 +168,7 @@ class ModuleModel(ServedModel):
             "ids instead of texts": len(texts) < len(given),
             "prompt_name": ask.prompt_name is not None,
             "truncation_direction": ask.direction is not None,
-            "normalize": ask.normalize is False,
+            "normalize: false": ask.normalize is False and self._encoder.ends_normalized,
             "dimensions": ask.dimensions not in (None, self.width),
         }
         if asked := [name for name, is_asked in refused.items() if is_asked]:
@@ -171,7 +182,8 @@ class ModuleModel(ServedModel):
     def run(self, contents: Sequence[TextContent]) -> list[Any]:
         rows = self._encoder.embed([content.tokens for content in contents])
         if isinstance(rows, Tensor):
-            return [_checked(row) for row in rows]
+            wanted = [content.ask.normalize and not self._encoder.ends_normalized for content in contents]
+            return [_checked(normalize(row[None])[0] if n else row) for n, row in zip(wanted, rows, strict=True)]
         if Task.TOKENS in self.tasks:
             return [_checked(row["vectors"]) for row in rows]
         return [(row["indices"].numpy(), _checked(row["values"])) for row in rows]
@@ -243,15 +255,6 @@ def prepared_ids(tokenizer: RequestTokenizer, given: Sequence[Given], ask: Ask, 
             ids: Any = one
             found.append(tokenizer.check(ids, truncate=ask.truncate, direction=ask.direction))
     return found
-
-
-def _prompt(name: str | None, prompts: dict[str, str], default: str) -> str:
-    if name is None:
-        return default
-    if name not in prompts:
-        known = ", ".join(map(repr, prompts)) or "none"
-        raise Refusal(Problem.FIELDS, f"got the prompt_name {name!r}, expected one of {known}", param="prompt_name")
-    return prompts[name]
 
 
 def _by_group(

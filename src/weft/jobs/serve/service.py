@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +61,8 @@ class Service:
         self.engine = ComputeEngine(
             models, budget=options.max_batch_tokens, loop=asyncio.get_running_loop(), report=self._computed
         )
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="weft-serve-tokens")
+        self.tokenizing_threads = len(os.sched_getaffinity(0))
+        self._pool = ThreadPoolExecutor(self.tokenizing_threads, thread_name_prefix="weft-serve-tokens")
         self._in_flight = 0
         self._key = None if options.api_key is None else f"Bearer {options.api_key}".encode()
         self.is_draining = False

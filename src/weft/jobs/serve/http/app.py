@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from typing import Any
 
 import orjson
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.jobs.serve.errors import Dialect, Problem, Refusal, refused
-from weft.jobs.serve.http import openai
+from weft.jobs.serve.http import cohere, openai, pages, tei
 from weft.jobs.serve.http.routes import Routes
 from weft.jobs.serve.service import Service
 
-_ALL: tuple[Routes, ...] = (openai.routes,)
-_log = logging.getLogger("weft.serve")
+_ALL: tuple[Routes, ...] = (openai.routes, tei.routes, cohere.routes, pages.routes)
 
 
 def make_app(service: Callable[[], Service]) -> FastAPI:
@@ -26,18 +27,23 @@ def make_app(service: Callable[[], Service]) -> FastAPI:
     app = FastAPI(title="weft serve", docs_url=None, redoc_url=None, openapi_url=None)
     for routes in _ALL:
         routes.join(app, service)
+    document = orjson.dumps(_document(app))
 
-    @app.get("/health")
-    async def health(request: Request) -> Response:
-        if not service().is_healthy:
-            return refused(Refusal(Problem.UNHEALTHY, "unhealthy"), Dialect.TEI)
-        return Response()
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi(request: Request) -> Response:
+        try:
+            service().check_key(request)
+        except Refusal as refusal:
+            return refused(refusal, Dialect.TEI)
+        return Response(document, media_type="application/json")
 
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
         problem = Problem.NO_METHOD if error.status_code == 405 else Problem.NO_ROUTE
         dialect = Dialect.OPENAI if request.url.path.startswith("/v1/") else Dialect.TEI
-        return refused(Refusal(problem, f"{error.detail}; /docs lists the routes"), dialect)
+        answer = refused(Refusal(problem, f"{error.detail}; /docs lists the routes"), dialect)
+        answer.headers.update(error.headers or {})
+        return answer
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
@@ -45,3 +51,13 @@ def make_app(service: Callable[[], Service]) -> FastAPI:
         return Response(orjson.dumps(body), 500, media_type="application/json")
 
     return app
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document: FastAPI's, and the bodies of requests, which are read without it."""
+    document = get_openapi(title="weft serve", version="1", routes=app.routes)
+    bodies = [route.takes for routes in _ALL for route in routes.listed if route.takes is not None]
+    template = "#/components/schemas/{model}"
+    _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=template)
+    document["components"]["schemas"].update(found["$defs"])
+    return document
