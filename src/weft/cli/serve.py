@@ -40,7 +40,10 @@ def serve(
     ] = False,
 ) -> None:
     """Serve models over HTTP: the routes of OpenAI, TEI, Cohere and Jina, without computing padding."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are tokenized beside each other as it is
+    # Before anything reads them: requests are tokenized beside each other as it is, and numpy's threads, which nobody
+    # needs here, would not survive the fork of a worker.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         import_module("transformers.utils.logging").disable_progress_bar()
         for name in ("fastapi", "uvicorn", "orjson"):
@@ -57,4 +60,7 @@ def serve(
         named(choices), host, port, max_batch_tokens, max_concurrent_requests, max_client_batch_size, payload_limit,
         auto_truncate, api_key, dtype, threads, workers, drain_seconds, log_requests,
     )  # fmt: skip
-    serve(options, lambda address: typer.echo(f"serving {', '.join(c.name for c in choices)} on {address}", err=True))
+    names = ", ".join(choice.name for choice in options.models)
+    code = serve(options, lambda address: typer.echo(f"serving {names} on {address}", err=True))
+    if code:
+        raise typer.Exit(code)

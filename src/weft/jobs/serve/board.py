@@ -87,7 +87,8 @@ class WorkerBoard:
     """The row of one worker. Each slot is written by one thread only: requests by the loop, batches by the engine."""
 
     def __init__(self, row: NDArray[np.float64]) -> None:
-        self._row = memoryview(row)  # its elements are Python's numbers, which is faster than numpy's
+        memory: Any = row
+        self._row: Any = memoryview(memory)  # its elements are Python's numbers, which is faster than numpy's
         for name in GAUGES:
             self._row[_SLOTS[name, ""]] = 0.0  # a worker before this one may have died with something in it
 

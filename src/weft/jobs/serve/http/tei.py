@@ -102,7 +102,7 @@ async def similarity(service: Service, request: Request, body: SimilarityRequest
     answer = await service.compute(request, service.model(body.model, Task.EMBED), texts, ask)
     rows = np.stack(answer.results)
     # Each by itself: a matmul's bits would depend on how many there are.
-    return answered([float(np.float32(np.dot(rows[0], row))) for row in rows[1:]], answer)
+    return answered(np.array([np.dot(rows[0], row) for row in rows[1:]], np.float32), answer)
 
 
 @routes.post("/predict", PredictRequest, list[Prediction] | list[list[Prediction]])
