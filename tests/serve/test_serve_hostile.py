@@ -34,6 +34,9 @@ class Gated(ServedModel):
     def tokenizer(self) -> RequestTokenizer:
         return self.inner.tokenizer()
 
+    def identity(self) -> dict[str, Any]:
+        return self.inner.identity()
+
     def prepare(self, given: Sequence[Given], ask: Ask) -> list[tuple[TextContent, int]]:
         return self.inner.prepare(given, ask)
 

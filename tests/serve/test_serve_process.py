@@ -86,6 +86,8 @@ def test_workers(folders: dict[str, Path]) -> None:
         parent = server.process.pid
         first = children(parent)
         assert len(first) == 2
+        assert len(os.listdir(f"/proc/{parent}/task")) == 1  # else workers could not use OpenMP
+        assert "threads" not in server.log()
         cores = [os.sched_getaffinity(pid) for pid in first]
         if len(os.sched_getaffinity(0)) > 1:
             assert not cores[0] & cores[1]

@@ -205,6 +205,7 @@ def test_what_the_server_is(server: Serving) -> None:
     info = server.get("/info").json()
     assert info["model_type"] == {"embedding": {"pooling": "mean"}}
     assert (info["max_input_length"], info["max_client_batch_size"], info["model_dtype"]) == (60, 32, "float32")
+    assert info["model_sha"] == server.service.models["unit"].identity()["model"]["weights"]
     kinds = {model["model_id"]: next(iter(model["model_type"])) for model in info["models"]}
     assert kinds == {"unit": "embedding", "plain": "embedding", "ranker": "reranker", "classifier": "classifier"}
     for path in ("/health", "/ping", "/ready"):
