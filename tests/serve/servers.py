@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +57,17 @@ class Serving:
 
 
 @contextmanager
-def serving(models: Mapping[str, ServedModel], **options: Any) -> Iterator[Serving]:
-    """A server in a thread, on models that are open."""
+def serving(
+    models: Mapping[str, ServedModel], *, around: Callable[[Any], Any] = lambda app: app, **options: Any
+) -> Iterator[Serving]:
+    """A server in a thread, on models that are open; `around` may put something around its application."""
     asked = ServeOptions(tuple(ModelChoice(name, m.folder) for name, m in models.items()), port=0, **options)
     held: list[Serving] = []
     is_up = threading.Event()
     server = uvicorn.Server(
-        uvicorn.Config(make_app(lambda: held[0].service), port=0, log_level="warning", lifespan="off", ws="none")
+        uvicorn.Config(
+            around(make_app(lambda: held[0].service)), port=0, log_level="warning", lifespan="off", ws="none"
+        )
     )
 
     async def main() -> None:

@@ -33,6 +33,7 @@ _log = logging.getLogger("weft.serve")
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 _SHORT_LIFE = 5.0  # seconds: a worker that dies sooner would die again
 _MOST_SHORT_LIVES = 5
+_IDLE_SECONDS = 75  # that a connection may have between requests: clients keep theirs, and hate to lose them
 _LAST_SECONDS = 5.0  # beyond the time that requests have, before a worker is killed
 
 
@@ -230,7 +231,7 @@ def _run(
     config = uvicorn.Config(
         make_app(lambda: held[0]), access_log=options.log_requests, lifespan="off", server_header=False,
         log_level="info" if options.log_requests else "warning", backlog=2048, ws="none",
-        timeout_graceful_shutdown=max(round(options.drain_seconds), 1),
+        timeout_graceful_shutdown=max(round(options.drain_seconds), 1), timeout_keep_alive=_IDLE_SECONDS,
     )  # fmt: skip
     server = _Server(config, started)
 
