@@ -38,7 +38,7 @@ def shown(page: str, name: str) -> str:
 
 @needs_chromium
 def test_the_page_is_alive(models: dict[str, ServedModel], tmp_path: Path) -> None:
-    """Figures are given out when they have changed: the browser's time is not ours, and nobody knows how often it asks."""
+    """Figures are given out when they have changed: the browser's time is not ours, and goes by in no time."""
     stop, seen, held = threading.Event(), [0.0], list[Serving]()
 
     def changed(app: Any) -> Any:

@@ -22,7 +22,7 @@ from weft.jobs.embed.recipe import SPARSE, TOKENS
 from weft.jobs.embed.scorer import Scorer, is_scorer
 from weft.jobs.serve.errors import Problem, RequestError
 from weft.jobs.serve.options import ModelChoice
-from weft.jobs.serve.tokens import Direction, Pair, RequestTokenizer
+from weft.jobs.serve.tokens import Direction, Pair, RequestTokenizer, too_long
 from weft.packed.batch import PackedBatch
 
 
@@ -192,6 +192,9 @@ class ModuleModel(ServedModel):
             )
         with self._lock:
             features = self._encoder.tokenize(texts)
+        for text in features:  # theirs cut without a word: one that has all the tokens it may have was longer, perhaps
+            if not ask.truncate and self.max_length is not None and len(text) >= self.max_length:
+                raise RequestError(Problem.TOO_LARGE, too_long(self.max_length, len(text)), param="input")
         return [(TextContent(text, ask, self._encoder.prompt), len(text)) for text in features]
 
     def run(self, contents: Sequence[TextContent]) -> list[Any]:

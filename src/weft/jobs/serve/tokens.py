@@ -39,16 +39,10 @@ class RequestTokenizer:
         if not truncate and self._max_length is not None:
             for encoding in found:
                 if len(encoding.ids) >= self._max_length and encoding.overflowing:
-                    raise RequestError(Problem.TOO_LARGE, self._too_long(encoding), param="input")
+                    special = sum(encoding.special_tokens_mask)
+                    given = len(encoding.ids) + sum(len(o.ids) - special for o in encoding.overflowing)
+                    raise RequestError(Problem.TOO_LARGE, too_long(self._max_length, given), param="input")
         return found
-
-    def _too_long(self, encoding: Any) -> str:
-        special = sum(encoding.special_tokens_mask)
-        given = len(encoding.ids) + sum(len(o.ids) - special for o in encoding.overflowing)
-        return (
-            f"Input validation error: `inputs` must have less than {self._max_length} tokens. Given: {given}; pass "
-            f'"truncate": true, or start the server with --auto-truncate'
-        )
 
     def check(self, ids: Sequence[int], *, truncate: bool, direction: Direction = None) -> list[int]:
         """Ids that a request gave, which are taken as they are: the model's own, special tokens included."""
@@ -58,11 +52,7 @@ class RequestTokenizer:
         if most is None or len(ids) <= most:
             return list(ids)
         if not truncate:
-            raise RequestError(
-                Problem.TOO_LARGE,
-                f"Input validation error: `inputs` must have less than {most} tokens. Given: {len(ids)}",
-                param="input",
-            )
+            raise RequestError(Problem.TOO_LARGE, too_long(most, len(ids)), param="input")
         return list(ids[:most] if (direction or self._side) == "right" else ids[-most:])
 
     def tokens(self, text: str, *, special: bool) -> list[dict[str, Any]]:
@@ -83,6 +73,14 @@ class RequestTokenizer:
         self.check(ids, truncate=True)
         decoded: str = _called(lambda: self._whole.decode(list(ids), skip_special_tokens=skip_special))
         return decoded
+
+
+def too_long(most: int, given: int) -> str:
+    """What is said of a text that has too many tokens, as TEI says it."""
+    return (
+        f"Input validation error: `inputs` must have less than {most} tokens. Given: {given}; pass "
+        f'"truncate": true, or start the server with --auto-truncate'
+    )
 
 
 def _copy(backend: Any) -> Any:
