@@ -1,4 +1,4 @@
-"""The routes, over FastAPI.
+"""The routes: Starlette serves them, FastAPI writes their document.
 
 app      all routes as one application, and its OpenAPI document
 routes   what all routes have in common: the key, the body, errors in the words of their dialect

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from weft.jobs.serve.errors import Dialect, RequestError, refused
 from weft.jobs.serve.service import Answer, TextService
@@ -65,15 +66,23 @@ class HttpRoutes:
 
         return add
 
-    def join(self, app: FastAPI, service: Callable[[], TextService]) -> None:
-        """Adds them to an application; `service` is there when the first request is."""
+    def served(self, service: Callable[[], TextService]) -> list[Route]:
+        """What an application needs; `service` is there when the first request is."""
+        return [Route(r.path, self._endpoint(r, service), methods=[r.method]) for r in self.listed]
+
+    def describe(self, app: FastAPI) -> None:
+        """Adds them to an application that is only asked for its document."""
+
+        async def nothing() -> None:
+            """Never called."""
+
         for route in self.listed:
             extra = {} if route.takes is None else {"requestBody": _document(route.takes)}
             codes = _REASONS if route.takes is not None else {k: _REASONS[k] for k in (401, 503)}
             app.add_api_route(
-                route.path, self._endpoint(route, service), methods=[route.method], tags=[self._tag],
-                response_class=Response, name=route.call.__name__, description=route.call.__doc__,
-                operation_id=f"{route.call.__name__}{route.path.replace('/', '_')}", openapi_extra=extra,
+                route.path, nothing, methods=[route.method], tags=[self._tag], response_class=Response,
+                name=route.call.__name__, description=route.call.__doc__, openapi_extra=extra,
+                operation_id=f"{route.call.__name__}{route.path.replace('/', '_')}",
                 responses={
                     200: _good(route.gives),
                     **{code: {"model": self._error, "description": text} for code, text in codes.items()},
