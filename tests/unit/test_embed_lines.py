@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from weft.cli.app import app
 from weft.jobs.embed import EmbedOptions, Encoder, ModuleEncoder, open_encoder, run
-from weft.jobs.embed.writers import EmbeddingWriter
+from weft.jobs.texts.writers import EmbeddingWriter
 
 EXPANSION = {"strategy": "fixed", "length": 24, "attend": False}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.jobs.embed.readers import FORMATS, BadRecord, TextRecord, format_of, read
+from weft.jobs.texts.readers import FORMATS, BadRecord, TextRecord, format_of, read
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

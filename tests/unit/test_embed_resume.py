@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from test_embed import TEXTS, Counting, expected, texts_file
 
-from weft.jobs.embed import writers
 from weft.jobs.embed.job import EmbedOptions, run
-from weft.jobs.embed.writers import EmbeddingWriter
+from weft.jobs.texts import writers
+from weft.jobs.texts.writers import EmbeddingWriter
 
 ENDINGS = ["npy", "safetensors", "parquet"]
 
@@ -302,7 +302,7 @@ def models(tmp_path_factory):
 
 def test_models_are_told_apart_by_content(tmp_path, models):
     from weft.jobs.embed import Encoder
-    from weft.jobs.embed.writers import _changes
+    from weft.jobs.texts.writers import _changes
 
     first = Encoder(models / "a" / "model").identity()
 

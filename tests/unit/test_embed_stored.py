@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -174,3 +175,41 @@ print([name for name in {slow} if name in sys.modules])
          str(model)], capture_output=True, text=True, timeout=200, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"
+
+
+def test_a_long_text_is_cut_where_that_changes_no_token(tmp_path):
+    plain = PlainTokenizer.of(bert(tmp_path), None)
+    backend = tokenizer_backend(plain, 12, lower_case=False)
+    random = Random(0)
+    parts = [
+        "the",
+        "fox",
+        "foxes",
+        " ",
+        "  ",
+        "\t",
+        "\n",
+        "é",
+        "\u0301",
+        "漢",
+        "[SEP]",
+        "[CL",
+        "S]",
+        ".",
+        "\0",
+        "\x07",
+        "9",
+    ]
+    texts = ["".join(random.choices(parts, k=random.randint(0, 400))) for _ in range(2000)]
+    texts += [" ".join(random.choices(parts, k=random.randint(0, 400))) for _ in range(2000)]
+    cut = [plain.cut(text, 12) for text in texts]
+    assert all(text.startswith(part) for text, part in zip(texts, cut, strict=True))
+    assert sum(len(part) < len(text) for text, part in zip(texts, cut, strict=True)) > 1000
+    for text, part in zip(texts, cut, strict=True):
+        assert backend.encode(part).ids == backend.encode(text).ids
+
+
+def test_a_megabyte_of_text_is_not_tokenized(tmp_path):
+    plain = PlainTokenizer.of(bert(tmp_path), None)
+    assert len(plain.cut("the fox " * 100_000, 64)) < 600
+    assert plain.cut("x" * 1_000_000, 64) == "x" * 1_000_000  # one word, and nobody knows where it may be cut

@@ -3,6 +3,7 @@
 app      the program; bench, demo, kernels compile and trace show are short enough for it
 doctor   what this machine has
 embed    `weft embed`
+texts    `weft rerank` and `weft classify`, and what the three have in common
 lab      `weft lab check`, `weft tune` and `weft train-demo`: what starts a lab
 paper    `weft plan reshard`, `weft plan pipeline`, `weft predict` and `weft simulate`: what needs no machine
 serve    `weft serve`

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from weft.bench import load_promise
-from weft.cli import embed, lab, paper, serve
+from weft.cli import embed, lab, paper, serve, texts
 from weft.errors import LabUnavailable, WeftError
 from weft.report.result import Column, Headline, Table, check_writable, console, report_page, write
 
@@ -198,8 +198,10 @@ app.add_typer(lab.app, name="lab")
 app.add_typer(trace_app, name="trace")
 app.add_typer(paper.app, name="plan")
 app.add_typer(kernels_app, name="kernels")
+app.add_typer(embed.app, name="embed")
+app.add_typer(texts.rerank_app, name="rerank")
+app.add_typer(texts.classify_app, name="classify")
 app.command("tune")(lab.tune)
-app.command("embed")(embed.embed)
 app.command("serve")(serve.serve)
 app.command("train-demo")(lab.train_demo)
 app.command("predict")(paper.predict)

@@ -1,7 +1,7 @@
-"""`weft embed`: texts in, embeddings out.
+"""`weft embed`, `weft rerank` and `weft classify`: texts in, embeddings or scores out.
 
-job      all of it in order: read, tokenize, embed, write; it can be stopped and goes on
-readers  texts from files and pipes
+job      all of it in order: read, tokenize, compute, write; it can be stopped and goes on
+tasks    what is done to each record: embedded, classified, ranked
 recipe   what a model's folder says of how a text becomes a vector
 identity what makes a model this one: hashes of its files
 plain    BERT's tokenizer, without transformers
@@ -9,7 +9,6 @@ loading  tokenizer and model of a folder, checked
 encoder  tokenizer, packed model, pooling and the layers behind it
 modules  the same by sentence-transformers' own modules, for folders that hold more, or give no dense vector
 scorer   texts and pairs of texts to scores
-writers  rows to files, with a journal
 """
 
 from weft.jobs.embed.encoder import Encoder

@@ -16,7 +16,14 @@ from torch.nn import functional as F
 
 from weft.jobs.embed import recipe
 from weft.jobs.embed.identity import Beside, identity_of
-from weft.jobs.embed.loading import check_dtype, load_layers, load_tokenizer, text_length, tokenizer_backend
+from weft.jobs.embed.loading import (
+    check_dtype,
+    load_layers,
+    load_tokenizer,
+    text_cutter,
+    text_length,
+    tokenizer_backend,
+)
 from weft.jobs.embed.recipe import DENSE, NotPlain, Recipe, Wish
 from weft.kernels import PackedWeight, linear
 from weft.packed.batch import PackedBatch
@@ -56,6 +63,7 @@ class Encoder:
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.max_length = text_length(tokenizer, model, given, max_length, pairs=False)
         self.tokenizer = tokenizer_backend(tokenizer, self.max_length, self.recipe.lower_case)
+        self.cut = text_cutter(tokenizer, self.max_length)
         if "token_type_ids" in tokenizer.model_input_names and any(self.tokenizer.encode("a").type_ids):
             raise NotPlain(f"the tokenizer {type(tokenizer).__name__} gives a single text types other than 0")
         self._special, self._prompt_tokens = set(tokenizer.all_special_ids), dict[str, int]()
@@ -74,6 +82,8 @@ class Encoder:
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, prompt and special tokens included."""
+        if self.cut is not None:
+            texts = [self.cut(text) for text in texts]
         prompted = [self.prompt + text for text in texts] if self.prompt else list(texts)
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(prompted)]
 

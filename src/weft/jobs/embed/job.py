@@ -1,36 +1,43 @@
-"""The job of `weft embed`: read, tokenize, fill batches by tokens, embed, write, and remember how far it came.
+"""A job on texts: read, tokenize, fill batches by tokens, compute, write, and remember how far it came.
 
-An input is known by its content: a hash of the records that are done tells whether the same job goes on.
+Reading and tokenizing run ahead of computing, and writing behind it, by a thread each. An input is known by its
+content: a hash of the records that are done tells whether the same job goes on.
 """
 
 from __future__ import annotations
 
-import hashlib
+import io
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
-from torch import Tensor
 
-from weft.jobs.embed.readers import FORMATS, BadRecord, Record, TextRecord, format_of, read
-from weft.jobs.embed.recipe import DENSE
-from weft.jobs.embed.writers import EmbeddingWriter, Journal, Rows, check_output
+from weft.jobs.embed.recipe import DENSE, SCORES
+from weft.jobs.embed.tasks import EmbedTask, TextEncoder
+from weft.jobs.texts.batches import Batches, InputIdentity, Kept, TextBatch, TextTask, record_identity
+from weft.jobs.texts.flow import Ahead, Behind
+from weft.jobs.texts.formats import LINES, Rows, RowTable
+from weft.jobs.texts.parts import SHARD, Shard
+from weft.jobs.texts.readers import FORMATS, Record, RecordShape, TextRecord, format_of, read
+from weft.jobs.texts.writers import EmbeddingWriter, Journal, check_output
 
 TOKEN_BUDGET = 4096  # of a batch: enough rows for the matmuls, few enough for the caches
-_TOKENIZED_AT_ONCE = 256  # texts, or fewer that are long
-_CHARACTERS_AT_ONCE = 1 << 20
-_BAD_AT_ONCE = 256  # bad records that a batch may hold
+_ROOM = 2  # batches that wait to be computed, or to be written
 
 
 @dataclass(frozen=True)
 class EmbedOptions:
-    """What the command line asks. `source` None is standard input; `skip_bad` False makes a bad record fatal."""
+    """What the command line asks. `source` None is standard input; `skip_bad` False makes a bad record fatal.
+
+    Where texts are compared with others, `beside` is the column of these, which may hold `lists`; a `query` stands for
+    `column` in every record. A `shard` takes a part of the texts.
+    """
 
     source: Path | None
     out: Path
@@ -40,6 +47,10 @@ class EmbedOptions:
     skip_bad: bool = False
     resume: bool = True
     about: dict[str, Any] = field(default_factory=dict)  # what else makes this job this one: `Encoder.identity()`
+    beside: str | None = None
+    query: str | None = None
+    lists: bool = False
+    shard: Shard | None = None
 
     def __post_init__(self) -> None:
         if self.token_budget < 1:
@@ -53,10 +64,33 @@ class EmbedOptions:
             return self.kind
         return "txt" if self.source is None else format_of(self.source)
 
+    @property
+    def shape(self) -> RecordShape:
+        """What is read of a record."""
+        return RecordShape(self.column, self.beside, self.query, self.lists)
+
+    def job(self, width: int) -> dict[str, Any]:
+        """What makes this job this one."""
+        extra = {"documents": self.beside, "query": self.query, SHARD: None if self.shard is None else str(self.shard)}
+        given = {name: value for name, value in extra.items() if value is not None}
+        return {"format": self.format, "column": self.column, "width": width, **given, **self.about}
+
+    def with_about(self, about: dict[str, Any]) -> EmbedOptions:
+        """The same, of a model that is known by this."""
+        return replace(self, about=about)
+
     def check(self, kind: str = DENSE) -> None:
         """Raises where input or output cannot be opened, or not hold what a model of this kind makes of texts: before
         it is loaded, not after that."""
-        check_output(self.out, kind)
+        check_output(self.out)
+        ending = self.out.suffix
+        if kind == SCORES and ending not in (LINES, ".parquet"):
+            raise ValueError(f"got the output {self.out} for scores, expected a name that ends in {LINES} or .parquet")
+        if kind not in (DENSE, SCORES) and ending != LINES:
+            raise ValueError(
+                f"got the output {self.out} for a {kind}, whose rows differ in length; expected a name that ends in "
+                f"{LINES}"
+            )
         if self.source is None:
             return
         with open(self.source, "rb"):
@@ -65,18 +99,20 @@ class EmbedOptions:
             raise ValueError(f"got {self.out} as input and as output; write to another file")
 
 
-class TextEncoder(Protocol):
-    """What makes embeddings; `Encoder` does. What `tokenize` gives for a text has a length, which counts its tokens.
+class JobTask(TextTask, Protocol):
+    """What is done to each record, and what of it is written.
 
-    `embed` gives [texts, width], or for kinds of which rows differ in length what each text has, by name.
+    `kind` is that of the model; rows have `width` numbers, or are those of a `table`. `compute` gives a result for each
+    input, and `rows` what is written for each record, which has so many inputs as `counts` says.
     """
 
     kind: str
     width: int
+    table: RowTable | None
 
-    def tokenize(self, texts: Sequence[str]) -> Sequence[Any]: ...
+    def compute(self, ids: Sequence[Any]) -> Rows: ...
 
-    def embed(self, ids: Sequence[Any]) -> Tensor | list[dict[str, Tensor]]: ...
+    def rows(self, results: Rows, counts: Sequence[int]) -> Rows: ...
 
 
 @dataclass(frozen=True)
@@ -98,46 +134,77 @@ def run(
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
     """Embeds everything; goes on where an earlier run of the same job was stopped."""
-    options.check(encoder.kind)
-    with _opened(options.source) as stream:
-        size = options.source.stat().st_size if options.source is not None and options.format != "parquet" else 0
-        job = {"format": options.format, "column": options.column, "width": encoder.width, **options.about}
-        with EmbeddingWriter(options.out, width=encoder.width, job=job, resume=options.resume) as writer:
-            records = read(stream, kind=options.format, column=options.column)
-            identity = _skip_done(records, writer.journal)
-            start, before = clock(), writer.journal.tokens
-            progress = Progress(writer.journal.rows, 0, writer.journal.skipped, 0.0, None)
-            for batch in _batches(_tokenized(records, encoder, options.skip_bad), options.token_budget, identity):
-                rows = _embedded(encoder, batch)
-                writer.append(
-                    rows, records=batch.records, tokens=batch.tokens, skipped=batch.bad, identity=batch.identity
-                )
-                done = writer.journal
-                share = batch.texts[-1].bytes_read / size if size and batch.texts else progress.share
-                progress = Progress(done.rows, done.tokens - before, done.skipped, clock() - start, share)
-                report(progress)
-            writer.finish()
-            return progress
+    return run_task(options, EmbedTask(encoder), report=report, clock=clock)
 
 
-@contextmanager
-def _opened(source: Path | None) -> Iterator[IO[bytes]]:
-    if source is None:
-        if sys.stdin is None:
-            raise ValueError("standard input is closed; give a file, or something to read")
-        yield sys.stdin.buffer
-        return
-    with open(source, "rb") as stream:
-        yield stream
+def run_task(
+    options: EmbedOptions,
+    task: JobTask,
+    *,
+    report: Callable[[Progress], None] = lambda progress: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Progress:
+    """Does a task to all records; goes on where an earlier run of the same job was stopped."""
+    options.check(task.kind)
+    stream = _opened(options.source)
+    size = options.source.stat().st_size if options.source is not None and options.format != "parquet" else 0
+    with EmbeddingWriter(
+        options.out, width=task.width, job=options.job(task.width), resume=options.resume, table=task.table
+    ) as writer:
+        records = read(stream, kind=options.format, column=options.shape)
+        identity, texts = _skip_done(records, writer.journal)
+        start, before = clock(), writer.journal.tokens
+
+        def write(computed: tuple[TextBatch, Rows]) -> Progress:
+            batch, rows = computed
+            writer.append(rows, records=batch.records, tokens=batch.tokens, skipped=batch.bad, identity=batch.identity)
+            done = writer.journal
+            share = batch.bytes_read / size if size and batch.bytes_read else None
+            return Progress(done.rows, done.tokens - before, done.skipped, clock() - start, share)
+
+        progress = Progress(writer.journal.rows, 0, writer.journal.skipped, 0.0, None)
+        kept = Kept(task.numbers)
+        cutter = Batches(
+            task, kept.slots, budget=options.token_budget, skip_bad=options.skip_bad, shard=options.shard
+        )  # fmt: skip
+        ahead = Ahead(cutter.of(records, identity, texts), room=_ROOM)
+        try:
+            # What is behind is left first: all that was computed is written, whatever ends this.
+            with ahead, Behind(write, room=_ROOM) as behind:
+                for batch in ahead:
+                    behind.put((batch, _computed(task, kept, batch, options.token_budget)))
+                    for progress in behind.done():
+                        report(progress)
+                for progress in behind.finish():
+                    report(progress)
+        finally:
+            if ahead.has_ended:
+                stream.close()
+        writer.finish()
+        return progress
 
 
-def _skip_done(records: Iterator[Record], journal: Journal) -> InputIdentity:
-    """Reads past the records that are done with, which must be those that the journal counted."""
+def _opened(source: Path | None) -> IO[bytes]:
+    if source is not None:
+        return open(source, "rb")
+    if sys.stdin is None:
+        raise ValueError("standard input is closed; give a file, or something to read")
+    try:
+        # A file of its own: a thread that waits for a pipe holds the lock of what it reads, and at its end Python would
+        # wait for that of sys.stdin.
+        return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    except (io.UnsupportedOperation, OSError):  # it stands for something else, as in tests
+        return sys.stdin.buffer
+
+
+def _skip_done(records: Iterator[Record], journal: Journal) -> tuple[InputIdentity, int]:
+    """Reads past the records that are done with, which must be those that the journal counted; how many are texts."""
     identity = InputIdentity()
-    count = 0
+    count = texts = 0
     for record in islice(records, journal.records):
         identity.add(record_identity(record))
         count += 1
+        texts += isinstance(record, TextRecord)
     if count < journal.records:
         raise ValueError(
             f"the input has {count} records, of which {journal.records} were embedded before: it is another one, or it "
@@ -148,113 +215,30 @@ def _skip_done(records: Iterator[Record], journal: Journal) -> InputIdentity:
             f"the first {count} records of the input are not those that were embedded before: it is another one, or it "
             f"was changed; pass --restart to start anew, or write to another file"
         )
-    return identity
+    return identity, texts
 
 
-def _tokenized(records: Iterable[Record], encoder: TextEncoder, skip_bad: bool) -> Iterator[_TokenizedText | BadRecord]:
-    """The records in order, texts tokenized a few hundred at a time."""
-    for group in _groups(records):
-        texts = [record for record in group if isinstance(record, TextRecord)]
-        ids = iter(encoder.tokenize([record.text for record in texts]) if texts else [])
-        for record in group:
-            if isinstance(record, TextRecord):
-                yield _TokenizedText(record_identity(record), next(ids), record.bytes_read)
-            elif skip_bad:
-                yield record
-            else:
-                raise ValueError(
-                    f"line {record.line} of the input cannot be read: {record.reason}; "
-                    f"mend it, or pass --errors skip; what is done is kept"
-                )
+def _computed(task: JobTask, kept: Kept, batch: TextBatch, budget: int) -> Rows:
+    """What is written for the records of a batch."""
+    if not batch.counts:  # nothing but bad records, and those of other parts
+        return np.zeros((0, task.width), np.float32) if task.table is None else []
+    results: Rows = np.zeros((0, task.numbers or 0), np.float32)
+    parts = [task.compute(part) for part in _cut(batch.fresh, budget)]
+    if parts and isinstance(parts[0], np.ndarray):
+        results = parts[0] if len(parts) == 1 else np.concatenate([np.asarray(part) for part in parts])
+    elif parts:
+        results = [row for part in parts for row in part]
+    return task.rows(kept.placed(batch, results), batch.counts)
 
 
-def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Records a few hundred at a time; fewer where they are long, so that memory is bounded by characters."""
-    group: list[Record] = []
-    characters = 0
-    for record in records:
-        group.append(record)
-        characters += len(record.text) if isinstance(record, TextRecord) else 0
-        if len(group) == _TOKENIZED_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
-            yield group
-            group, characters = [], 0
-    if group:
-        yield group
-
-
-def _batches(items: Iterable[_TokenizedText | BadRecord], budget: int, identity: InputIdentity) -> Iterator[_Batch]:
-    """Batches of about `budget` tokens, in the order of the input: packing needs no sorting."""
-    batch = _Batch()
-    for item in items:
-        if not batch.takes(item, budget):
-            batch.identity = str(identity)
-            yield batch
-            batch = _Batch()
-        batch.add(item)
-        identity.add(record_identity(item) if isinstance(item, BadRecord) else item.identity)
-    if batch.records:
-        batch.identity = str(identity)
-        yield batch
-
-
-def _embedded(encoder: TextEncoder, batch: _Batch) -> Rows:
-    if not batch.texts:  # nothing but bad records
-        return np.zeros((0, encoder.width), np.float32)
-    rows = encoder.embed([text.ids for text in batch.texts])
-    if isinstance(rows, Tensor):
-        return rows.numpy()
-    return [{name: value.numpy() for name, value in row.items()} for row in rows]
-
-
-@dataclass
-class _Batch:
-    """Texts that are embedded at once, and the bad records among them."""
-
-    texts: list[_TokenizedText] = field(default_factory=list)
-    bad: list[BadRecord] = field(default_factory=list)
-    tokens: int = 0
-    identity: str = ""  # of the input up to the end of this batch
-
-    @property
-    def records(self) -> int:
-        return len(self.texts) + len(self.bad)
-
-    def takes(self, item: _TokenizedText | BadRecord, budget: int) -> bool:
-        if isinstance(item, BadRecord):
-            return len(self.bad) < _BAD_AT_ONCE
-        return not self.texts or self.tokens + max(len(item.ids), 1) <= budget
-
-    def add(self, item: _TokenizedText | BadRecord) -> None:
-        if isinstance(item, BadRecord):
-            self.bad.append(item)
-        else:
-            self.texts.append(item)
-            self.tokens += max(len(item.ids), 1)  # texts without tokens are not free either
-
-
-@dataclass(frozen=True)
-class _TokenizedText:
-    """A text by its tokens; the text itself may be long, and is not held."""
-
-    identity: bytes
-    ids: Any
-    bytes_read: int
-
-
-class InputIdentity:
-    """A hash of the records so far."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-
-    def add(self, record: bytes) -> None:
-        """The next one, as `record_identity` has it."""
-        self._hash.update(record)
-
-    def __str__(self) -> str:
-        return self._hash.hexdigest()
-
-
-def record_identity(record: Record) -> bytes:
-    """A hash of a record's text. Bad records are alike: none of them gives a row."""
-    return hashlib.sha256(record.text.encode()).digest() if isinstance(record, TextRecord) else b"bad"
+def _cut(ids: Sequence[Any], budget: int) -> Iterator[Sequence[Any]]:
+    """Inputs by about `budget` tokens: a record may have many."""
+    start = tokens = 0
+    for i, one in enumerate(ids):
+        count = max(len(one), 1)
+        if i > start and tokens + count > budget:
+            yield ids[start:i]
+            start, tokens = i, 0
+        tokens += count
+    if start < len(ids):
+        yield ids[start:]

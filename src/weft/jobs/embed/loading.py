@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -169,6 +169,13 @@ def tokenizer_backend(tokenizer: Any, max_length: int | None, lower_case: bool) 
         if not any(isinstance(each, normalizers.Lowercase) for each in given):
             backend.normalizer = several([normalizers.Lowercase(), *given])
     return backend
+
+
+def text_cutter(tokenizer: Any, max_length: int | None) -> Callable[[str], str] | None:
+    """What shortens long texts before they are tokenized, where that surely changes no token that is kept."""
+    if max_length is None or not isinstance(tokenizer, PlainTokenizer):
+        return None
+    return lambda text: tokenizer.cut(text, max_length)
 
 
 @contextmanager

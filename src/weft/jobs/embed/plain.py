@@ -7,7 +7,9 @@ tokens; `PlainTokenizer.of` gives None for any other, and whoever asked goes to 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ _SPECIAL = {
     "unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]",
 }  # fmt: skip
 _PLAIN_FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+_SURE = re.compile("[0-9A-Za-z][^ ]* ")
+_CHARACTERS_A_TOKEN = 8  # shorter texts are tokenized as fast as they are looked at
 _ENDLESS = 10**30  # what transformers takes for no limit
 # What tokenizer_config.json may say without changing a token, and what it may say only so.
 _IDLE = {
@@ -66,6 +70,17 @@ class PlainTokenizer:
         is_bert = str(config["tokenizer_class"]).startswith("Bert")
         names = ["input_ids", "token_type_ids", "attention_mask"] if is_bert else ["input_ids", "attention_mask"]
         return cls(Tokenizer.from_str(text), limit, [vocabulary[name] for name in _SPECIAL.values()], names)
+
+    def cut(self, text: str, tokens: int) -> str:
+        """The beginning of a text, where its first `tokens` tokens surely are in that; else all of it.
+
+        BERT's words end at spaces, and none depends on another. A word with a letter or a digit has a token at least:
+        no normalizer takes those away, nor do special tokens, which hold no space.
+        """
+        if len(text) <= _CHARACTERS_A_TOKEN * tokens:
+            return text
+        last = next(islice(_SURE.finditer(text), tokens - 1, None), None)
+        return text if last is None else text[: last.end()]
 
     def num_special_tokens_to_add(self, pair: bool = False) -> int:
         count: int = self.backend_tokenizer.num_special_tokens_to_add(pair)

@@ -23,6 +23,7 @@ from weft.jobs.embed.loading import (
     load_classifier,
     load_tokenizer,
     one_thread,
+    text_cutter,
     text_length,
     tokenizer_backend,
 )
@@ -94,6 +95,7 @@ class Scorer:
         self.labels = [str(model.config.id2label[i]) for i in range(int(model.config.num_labels))]
         self.max_length = text_length(tokenizer, model, self.recipe.max_length, max_length, pairs=True)
         self.tokenizer = tokenizer_backend(tokenizer, self.max_length, self.recipe.lower_case)
+        self.cut = text_cutter(tokenizer, self.max_length)
         self._head = _ClassifierHead(model)
         takes = signature(plain_of(self._head.base).forward).parameters
         self._has_types = "token_type_ids" in tokenizer.model_input_names and "token_type_ids" in takes
@@ -107,6 +109,8 @@ class Scorer:
 
     def tokenize(self, inputs: Sequence[TextOrPair]) -> list[ScoredTokens]:
         """The tokens of each text or pair; of a pair, the prompt of the folder is put before the first."""
+        if self.cut is not None:  # of a pair, how much each text may keep depends on both
+            inputs = [self.cut(i) if isinstance(i, str) else i for i in inputs]
         return self.read(self.tokenizer.encode_batch_fast(self.prompted(inputs)))
 
     def prompted(self, inputs: Sequence[TextOrPair]) -> list[TextOrPair]:

@@ -117,7 +117,7 @@ class PlainModel(ServedModel):
     def __init__(self, choice: ModelChoice, encoder: Encoder) -> None:
         super().__init__(choice)
         self._encoder = encoder
-        self._tokenizer = RequestTokenizer(encoder.tokenizer, encoder.max_length)
+        self._tokenizer = RequestTokenizer(encoder.tokenizer, encoder.max_length, encoder.cut)
         self.dtype, self.max_length, self.width = encoder.dtype, encoder.max_length, encoder.width
         self.pooling = "+".join(encoder.recipe.pooling.modes)
 
@@ -213,7 +213,7 @@ class ScoringModel(ServedModel):
     def __init__(self, choice: ModelChoice, scorer: Scorer) -> None:
         super().__init__(choice)
         self._scorer = scorer
-        self._tokenizer = RequestTokenizer(scorer.tokenizer, scorer.max_length)
+        self._tokenizer = RequestTokenizer(scorer.tokenizer, scorer.max_length, scorer.cut)
         self.tasks = frozenset({Task.PREDICT, Task.RERANK} if len(scorer.labels) == 1 else {Task.PREDICT})
         self.dtype, self.max_length, self.width = scorer.dtype, scorer.max_length, len(scorer.labels)
         self.labels = scorer.labels
@@ -227,7 +227,8 @@ class ScoringModel(ServedModel):
     def prepare(self, given: Sequence[Given], ask: Ask) -> list[tuple[TextContent, int]]:
         self.check(ask)
         texts: Any = given
-        inputs = self._scorer.prompted(texts)
+        short = self._tokenizer.shortened(texts, truncate=ask.truncate, direction=ask.direction)
+        inputs = self._scorer.prompted(short)
         found = self._scorer.read(self._tokenizer.encodings(inputs, truncate=ask.truncate, direction=ask.direction))
         if any(not len(tokens) for tokens in found):
             raise RequestError(Problem.TOKENIZER, "got a text without tokens, of which a classifier can read none")

@@ -10,13 +10,15 @@ from weft.jobs.serve.errors import Problem, RequestError
 Direction = Literal["right", "left"] | None  # of the end that is cut; None is the tokenizer's own
 ResultT = TypeVar("ResultT")
 Pair = tuple[str, str]
+TextT = TypeVar("TextT", bound=str | Pair)
 
 
 class RequestTokenizer:
-    """`backend` is a tokenizer of the library `tokenizers` that cuts texts at `max_length` tokens, None for nowhere."""
+    """`backend` is a tokenizer of the library `tokenizers` that cuts texts at `max_length` tokens, None for nowhere;
+    `cut`, if there is one, shortens a long text on its right such that the tokens which are kept are the same."""
 
-    def __init__(self, backend: Any, max_length: int | None) -> None:
-        self._max_length = max_length
+    def __init__(self, backend: Any, max_length: int | None, cut: Callable[[str], str] | None) -> None:
+        self._max_length, self._cut = max_length, cut
         # Copies: what a tokenizer is set to is common to all threads.
         self._whole = _copy(backend)
         self._whole.no_truncation()
@@ -29,8 +31,16 @@ class RequestTokenizer:
 
     def ids(self, texts: Sequence[str], *, prompt: str, truncate: bool, direction: Direction) -> list[list[int]]:
         """The ids of each text, prompt and special tokens included. Raises where one is too long to be left whole."""
-        prompted = [prompt + text for text in texts] if prompt else list(texts)
+        texts = self.shortened(texts, truncate=truncate, direction=direction)
+        prompted = [prompt + text for text in texts] if prompt else texts
         return [e.ids for e in self.encodings(prompted, truncate=truncate, direction=direction)]
+
+    def shortened(self, texts: Sequence[TextT], *, truncate: bool, direction: Direction) -> list[TextT]:
+        """Texts that will be cut, without most of that: tokenizing it takes long. Pairs are left as they are."""
+        cut = self._cut
+        if cut is None or not truncate or direction == "left":
+            return list(texts)
+        return [cut(text) if isinstance(text, str) else text for text in texts]  # type: ignore[misc]
 
     def encodings(self, texts: Sequence[str | Pair], *, truncate: bool, direction: Direction) -> list[Any]:
         """What the tokenizer makes of texts or pairs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,11 +20,15 @@ _PARQUET_ROWS = 1024  # read at once
 
 @dataclass(frozen=True)
 class TextRecord:
-    """One text, the line it started on, and how many bytes of the input were read by then."""
+    """One text, the line it started on, and how many bytes of the input were read by then.
+
+    `beside` are the texts that it is compared with.
+    """
 
     line: int
     text: str
     bytes_read: int = 0
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,49 @@ class BadRecord:
 
 
 Record = TextRecord | BadRecord
+
+
+@dataclass(frozen=True)
+class RecordShape:
+    """Which columns of a record are read: `text`, and `beside` where texts are compared with others, one or, with
+    `lists`, a list. A `query` stands for the first column in every record."""
+
+    text: str = "text"
+    beside: str | None = None
+    query: str | None = None
+    lists: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Their names, in order. The last is what a line of plain text is, or JSON that is no object."""
+        given = (None if self.query is not None else self.text, self.beside)
+        return tuple(name for name in given if name is not None)
+
+    def record(self, line: int, values: Sequence[Any], bytes_read: int) -> Record:
+        """Of what the columns hold."""
+        first = values[0] if self.query is None else self.query
+        reason = _fault("the query" if self.lists else "the text", first)
+        others: list[Any] = []
+        if self.beside is not None:
+            is_list = self.lists and isinstance(values[-1], list)
+            others = values[-1] if is_list else [values[-1]]
+            names = [f"document {i}" if is_list else f"{self.beside!r}" for i in range(len(others))]
+            for name, one in zip(names, others, strict=True):
+                reason = reason or _fault(name, one)
+        return TextRecord(line, first, bytes_read, tuple(others)) if reason is None else BadRecord(line, reason)
+
+
+def _fault(what: str, value: Any) -> str | None:
+    """Why a value is no text."""
+    if not isinstance(value, str):
+        return f"{what} is {type(value).__name__}, not a string"
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return f"{what} holds half of a surrogate pair"
+    return None
+
+
 FORMATS = ("txt", "jsonl", "csv", "parquet")
 
 
@@ -48,22 +95,28 @@ def format_of(path: Path) -> str:
     return names[ending]
 
 
-def read(stream: IO[bytes], *, kind: str, column: str, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Record]:
-    """The records of a binary stream. `column` names the key or column of the text; plain text has none.
+def read(
+    stream: IO[bytes], *, kind: str, column: str | RecordShape, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[Record]:  # fmt: skip
+    """The records of a binary stream. `column` names the key or column of the text, or several; plain text has none.
 
     >>> import io
-    >>> list(read(io.BytesIO(b'{"text": "a"}\\n{"id": 1}'), kind="jsonl", column="text"))
-    [TextRecord(line=1, text='a', bytes_read=14), BadRecord(line=2, reason="no key 'text'; there are 'id'")]
+    >>> good, bad = read(io.BytesIO(b'{"text": "a"}\\n{"id": 1}'), kind="jsonl", column="text")
+    >>> good.text, bad
+    ('a', BadRecord(line=2, reason="no key 'text'; there are 'id'"))
     """
+    shape = RecordShape(column) if isinstance(column, str) else column
     if kind == "parquet":
-        return _parquet(stream, column)
+        return _parquet(stream, shape)
     lines = _lines(stream, max_line_bytes)
     if kind == "txt":
-        return _txt(lines)
+        if len(shape.columns) > 1:
+            raise ValueError("plain text has one text a line and no columns; pass --query, or another format")
+        return _txt(lines, shape)
     if kind == "jsonl":
-        return _jsonl(lines, column)
+        return _jsonl(lines, shape)
     if kind == "csv":
-        return _csv(lines, column, max_line_bytes)
+        return _csv(lines, shape, max_line_bytes)
     raise ValueError(f"got the format {kind!r}, expected one of {', '.join(FORMATS)}")
 
 
@@ -100,49 +153,44 @@ def _decode(line: _Line) -> str | BadRecord:
         return BadRecord(line.number, f"not UTF-8: byte {error.start + 1} of the line is 0x{byte:02x}")
 
 
-def _txt(lines: Iterable[_Line]) -> Iterator[Record]:
+def _txt(lines: Iterable[_Line], shape: RecordShape) -> Iterator[Record]:
     for line in lines:
         text = _decode(line)
         if isinstance(text, BadRecord):
             yield text
         else:
-            yield TextRecord(line.number, text.removesuffix("\n").removesuffix("\r"), line.bytes_read)
+            yield shape.record(line.number, [text.removesuffix("\n").removesuffix("\r")], line.bytes_read)
 
 
-def _jsonl(lines: Iterable[_Line], column: str) -> Iterator[Record]:
+def _jsonl(lines: Iterable[_Line], shape: RecordShape) -> Iterator[Record]:
     for line in lines:
         text = _decode(line)
         if isinstance(text, BadRecord):
             yield text
         elif text.strip():  # a blank line is no record
-            yield _json_record(line, text.rstrip("\r\n"), column)
+            yield _json_record(line, text.rstrip("\r\n"), shape)
 
 
-def _json_record(line: _Line, text: str, column: str) -> Record:
+def _json_record(line: _Line, text: str, shape: RecordShape) -> Record:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return BadRecord(line.number, f"not JSON: {error}")
-    if isinstance(value, dict):
+    if not isinstance(value, dict):
+        if len(shape.columns) > 1:
+            return BadRecord(line.number, f"{type(value).__name__}, expected an object with {_named(shape.columns)}")
+        return shape.record(line.number, [value], line.bytes_read)
+    for column in shape.columns:
         if column not in value:
-            return BadRecord(
-                line.number, f"no key {column!r}; there are {', '.join(map(repr, list(value)[:8])) or 'none'}"
-            )
-        value = value[column]
-    return _text(line.number, value, line.bytes_read)
+            return BadRecord(line.number, f"no key {column!r}; there are {_named(list(value)[:8]) or 'none'}")
+    return shape.record(line.number, [value[column] for column in shape.columns], line.bytes_read)
 
 
-def _text(number: int, value: Any, bytes_read: int) -> Record:
-    if not isinstance(value, str):
-        return BadRecord(number, f"the text is {type(value).__name__}, not a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return BadRecord(number, "the text holds half of a surrogate pair")
-    return TextRecord(number, value, bytes_read)
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
-def _csv(lines: Iterable[_Line], column: str, limit: int) -> Iterator[Record]:
+def _csv(lines: Iterable[_Line], shape: RecordShape, limit: int) -> Iterator[Record]:
     source = _CsvLines(lines)
     rows = csv.reader(source, strict=True)
     header: list[str] | None = None
@@ -162,9 +210,10 @@ def _csv(lines: Iterable[_Line], column: str, limit: int) -> Iterator[Record]:
             return
         elif header is None:
             header = row
-            _check_column(column, header)
+            for column in shape.columns:
+                _check_column(column, header)
         elif row:  # a blank line is no record
-            yield _csv_record(row, header, column, source)
+            yield _csv_record(row, header, shape, source)
 
 
 def _next_row(rows: Iterator[list[str]], limit: int) -> tuple[list[str] | None, str]:
@@ -185,10 +234,10 @@ def _check_column(column: str, names: list[str]) -> None:
         raise ValueError(f"the input has {names.count(column)} columns {column!r}; rename all but one")
 
 
-def _csv_record(row: list[str], header: list[str], column: str, source: _CsvLines) -> Record:
+def _csv_record(row: list[str], header: list[str], shape: RecordShape, source: _CsvLines) -> Record:
     if len(row) != len(header):
         return BadRecord(source.first, f"{len(row)} fields, expected {len(header)} as in the header{source.extent}")
-    return _text(source.first, row[header.index(column)], source.bytes_read)
+    return shape.record(source.first, [row[header.index(name)] for name in shape.columns], source.bytes_read)
 
 
 class _CsvLines:
@@ -228,7 +277,7 @@ class _CsvLines:
         return '"' * (line.quotes % 2) + "\n" if line.data is None else line.data.decode(errors="replace")
 
 
-def _parquet(stream: IO[bytes], column: str) -> Iterator[Record]:
+def _parquet(stream: IO[bytes], shape: RecordShape) -> Iterator[Record]:
     try:
         arrow: Any = import_module("pyarrow.parquet")
     except ImportError as error:
@@ -243,23 +292,24 @@ def _parquet(stream: IO[bytes], column: str) -> Iterator[Record]:
     except (broken, OSError) as error:
         raise ValueError(f"the input is not a Parquet file: {error}") from error
     names = file.schema_arrow.names
-    _check_column(column, names)
+    for column in shape.columns:
+        _check_column(column, names)
     # A name with a dot would be taken for a path into a struct: such a table is read as a whole.
-    columns = None if "." in column else [column]
-    at = names.index(column) if columns is None else 0
+    columns = None if any("." in column for column in shape.columns) else list(dict.fromkeys(shape.columns))
     number = 0
     try:
         for group in range(file.num_row_groups):
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group], columns=columns):
-                for value in batch.column(at):
+                at = [batch.schema.names.index(column) for column in shape.columns]
+                for values in zip(*(batch.column(i) for i in at), strict=True):
                     number += 1
-                    yield _parquet_value(number, value)
+                    yield _parquet_record(number, values, shape)
     except (broken, OSError) as error:
         raise ValueError(f"the Parquet file is broken after row {number}: {error}") from error
 
 
-def _parquet_value(number: int, value: Any) -> Record:
+def _parquet_record(number: int, values: Sequence[Any], shape: RecordShape) -> Record:
     try:
-        return _text(number, value.as_py(), 0)
+        return shape.record(number, [value.as_py() for value in values], 0)
     except UnicodeDecodeError:
         return BadRecord(number, "not UTF-8")

@@ -11,26 +11,29 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-import numpy as np
-
-from weft.jobs.embed.readers import BadRecord
-from weft.jobs.embed.recipe import DENSE
-
-_HEADER_BYTES = 256  # room for the header, which is known only at the end
-_COPY_ROWS = 4096  # rows of a Parquet row group
-_LINES = ".jsonl"
-OUTPUTS = (".npy", ".safetensors", ".parquet", _LINES)
-
-# [n, width] float32, or what each text has, by name, for kinds of models whose rows differ in length
-Rows = np.ndarray[Any, Any] | Sequence[dict[str, np.ndarray[Any, Any]]]
+from weft.jobs.texts.formats import (
+    LINES,
+    OUTPUTS,
+    Rows,
+    RowTable,
+    arrow,
+    header,
+    header_bytes,
+    lines,
+    packed,
+    vectors_in,
+    write_table,
+    write_vectors,
+)
+from weft.jobs.texts.parts import PART, SHARD, JobPart
+from weft.jobs.texts.readers import BadRecord
 
 
 @dataclass(frozen=True)
@@ -60,33 +63,28 @@ class Journal:
             raise ValueError(f"the journal {path} is broken: {error}; delete it to start anew") from error
 
 
-def check_output(out: Path, kind: str = DENSE) -> None:
-    """Raises where no file of this name can be written, or none that holds what a model of this kind gives."""
+def check_output(out: Path) -> None:
+    """Raises where no file of this name can be written."""
     if out.suffix not in OUTPUTS:
         raise ValueError(f"got the output {out}, expected a name that ends in {', '.join(OUTPUTS)}")
-    if kind != DENSE and out.suffix != _LINES:
-        raise ValueError(
-            f"got the output {out} for a {kind}, whose rows differ in length; expected a name that ends in {_LINES}"
-        )
     folder = out.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"got the output {out}, but {folder} is not a directory; create it first")
     if out.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"got the output {out}, which cannot be written; choose another place")
     if out.suffix == ".parquet":
-        try:
-            import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise ImportError("writing Parquet needs pyarrow; pip install pyarrow") from error
+        arrow()
 
 
 class EmbeddingWriter:
-    """Appends rows to an output: [n, width], or of any length to one of lines. Use it as a context; `finish` gives the
-    file its name."""
+    """Appends rows to an output: [n, width], or of any length to one of lines, or those of a `table`. Use it as a
+    context; `finish` gives the file its name."""
 
-    def __init__(self, out: Path, *, width: int, job: dict[str, Any], resume: bool) -> None:
+    def __init__(
+        self, out: Path, *, width: int, job: dict[str, Any], resume: bool, table: RowTable | None = None
+    ) -> None:
         check_output(out)
-        self.out, self.width = out, width
+        self.out, self.width, self._table = out, width, table
         self._partial, self._journal, self._skips = (
             out.with_name(out.name + ending) for ending in (".partial", ".journal", ".skipped")
         )
@@ -118,7 +116,7 @@ class EmbeddingWriter:
 
     def _start(self, job: dict[str, Any]) -> Journal:
         self._rows.truncate(0)
-        self._rows.write(b"\0" * self._header_bytes)
+        self._rows.write(b"\0" * header_bytes(self.out.suffix))
         self._rows.flush()
         self._skipped.truncate(0)
         journal = Journal(job)
@@ -127,7 +125,9 @@ class EmbeddingWriter:
 
     def _go_on(self, journal: Journal) -> Journal:
         """Cuts off what the journal does not count."""
-        rows_end = journal.line_bytes if self._is_lines else self._header_bytes + journal.rows * self.width * 4
+        rows_end = (
+            journal.line_bytes if self._is_lines else header_bytes(self.out.suffix) + journal.rows * self.width * 4
+        )
         counted = ((self._rows, rows_end), (self._skipped, journal.skipped_bytes))
         for file, size in counted:
             if os.fstat(file.fileno()).st_size < size:
@@ -141,15 +141,11 @@ class EmbeddingWriter:
 
     @property
     def _is_lines(self) -> bool:
-        return self.out.suffix == _LINES
-
-    @property
-    def _header_bytes(self) -> int:
-        return 0 if self.out.suffix in (".parquet", _LINES) else _HEADER_BYTES
+        return self._table is not None or self.out.suffix == LINES
 
     def append(self, rows: Rows, *, records: int, tokens: int, skipped: Iterable[BadRecord], identity: str) -> None:
         """Adds the rows of the next `records` records, after which the input is `identity`; then they are safe."""
-        data = _lines(rows, self.journal.rows) if self._is_lines else _packed(rows, self.width)
+        data = lines(rows, self.journal.rows) if self._is_lines else packed(rows, self.width)
         bad = list(skipped)
         with self._named_errors():
             self._rows.write(data)
@@ -187,6 +183,7 @@ class EmbeddingWriter:
     def finish(self) -> None:
         """Completes the output, gives it its name, and removes the journal."""
         with self._named_errors():
+            self._write_part()
             if self.out.suffix == ".parquet":
                 self._to_parquet()
             else:
@@ -200,27 +197,33 @@ class EmbeddingWriter:
         if self.journal.skipped == 0:
             self._skips.unlink(missing_ok=True)
 
+    def _write_part(self) -> None:
+        """Beside a part of a job: what `weft embed merge` must know of it."""
+        path = self.out.with_name(self.out.name + PART)
+        if SHARD not in self.journal.job:
+            path.unlink(missing_ok=True)  # of an earlier job
+            return
+        done = self.journal
+        part = JobPart(done.job, done.records, done.rows, done.skipped, done.identity, self._table)
+        new = path.with_name(path.name + ".new")
+        new.write_text(part.text(), encoding="utf-8")
+        os.replace(new, path)
+
     def _write_header(self) -> None:
         if not self._is_lines:
-            header = _npy_header if self.out.suffix == ".npy" else _safetensors_header
             self._rows.seek(0)
-            self._rows.write(header(self.journal.rows, self.width))
+            self._rows.write(header(self.out.suffix, self.journal.rows, self.width))
         self._rows.flush()
 
     def _to_parquet(self) -> None:
         """Beside the rows, which stay what the journal says until it is gone."""
-        pa: Any = import_module("pyarrow")
-        parquet: Any = import_module("pyarrow.parquet")
-        schema = pa.schema([("embedding", pa.list_(pa.float32(), self.width))])
         new = self._partial.with_name(self._partial.name + ".new")
         try:
             with open(new, "wb") as file, open(self._partial, "rb") as rows:
-                with parquet.ParquetWriter(file, schema) as writer:
-                    while data := rows.read(_COPY_ROWS * self.width * 4):
-                        flat = pa.array(np.frombuffer(data, np.float32))
-                        writer.write_table(
-                            pa.table([pa.FixedSizeListArray.from_arrays(flat, self.width)], schema=schema)
-                        )
+                if self._table is None:
+                    write_vectors(file, self.width, vectors_in(rows, self.width))
+                else:
+                    write_table(file, self._table, map(json.loads, rows))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, self.out)
@@ -269,38 +272,3 @@ def _changes(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> 
         elif one != other:
             changed.append(prefix + name)
     return changed
-
-
-def _packed(rows: Rows, width: int) -> bytes:
-    assert isinstance(rows, np.ndarray)
-    assert rows.dtype == np.float32
-    assert rows.shape[1:] == (width,)
-    return np.ascontiguousarray(rows).tobytes()
-
-
-def _lines(rows: Rows, before: int) -> bytes:
-    """A line of JSON for each row, of which `before` are written already. A float32 is a double without loss."""
-    lines = []
-    for i, row in enumerate(rows):
-        named = {"vector": row} if isinstance(row, np.ndarray) else row
-        try:
-            text = json.dumps({name: value.tolist() for name, value in named.items()}, allow_nan=False)
-        except ValueError as error:
-            raise ValueError(
-                f"the embedding of text {before + i} has values that are not finite, for which JSON has no word; "
-                f"look for them in the model's weights, or try --dtype float32; what is done is kept"
-            ) from error
-        lines.append(text.encode() + b"\n")
-    return b"".join(lines)
-
-
-def _npy_header(rows: int, width: int) -> bytes:
-    text = repr({"descr": "<f4", "fortran_order": False, "shape": (rows, width)}).encode()
-    room = _HEADER_BYTES - 10
-    return b"\x93NUMPY\x01\x00" + room.to_bytes(2, "little") + text.ljust(room - 1) + b"\n"
-
-
-def _safetensors_header(rows: int, width: int) -> bytes:
-    entry = {"dtype": "F32", "shape": [rows, width], "data_offsets": [0, rows * width * 4]}
-    text = json.dumps({"embeddings": entry}).encode()
-    return (_HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(_HEADER_BYTES - 8)
