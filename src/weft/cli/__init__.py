@@ -6,6 +6,7 @@ embed    `weft embed`
 texts    `weft rerank` and `weft classify`, and what the three have in common
 lab      `weft lab check`, `weft tune` and `weft train-demo`: what starts a lab
 paper    `weft plan reshard`, `weft plan pipeline`, `weft predict` and `weft simulate`: what needs no machine
+serve    `weft serve`
 """
 
 from weft.cli.app import main

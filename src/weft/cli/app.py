@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from weft.bench import load_promise
-from weft.cli import embed, lab, paper, texts
+from weft.cli import embed, lab, paper, serve, texts
 from weft.errors import LabUnavailable, WeftError
 from weft.report.result import Column, Headline, Table, check_writable, console, report_page, write
 
@@ -202,6 +202,7 @@ app.add_typer(embed.app, name="embed")
 app.add_typer(texts.rerank_app, name="rerank")
 app.add_typer(texts.classify_app, name="classify")
 app.command("tune")(lab.tune)
+app.command("serve")(serve.serve)
 app.command("train-demo")(lab.train_demo)
 app.command("predict")(paper.predict)
 app.command("simulate")(paper.simulate)

@@ -62,11 +62,11 @@ class Encoder:
         model = load_layers(folder, dtype)
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.max_length = text_length(tokenizer, model, given, max_length, pairs=False)
-        self._tokenizer = tokenizer_backend(tokenizer, self.max_length, self.recipe.lower_case)
-        self._cut = text_cutter(tokenizer, self.max_length)
-        if "token_type_ids" in tokenizer.model_input_names and any(self._tokenizer.encode("a").type_ids):
+        self.tokenizer = tokenizer_backend(tokenizer, self.max_length, self.recipe.lower_case)
+        self.cut = text_cutter(tokenizer, self.max_length)
+        if "token_type_ids" in tokenizer.model_input_names and any(self.tokenizer.encode("a").type_ids):
             raise NotPlain(f"the tokenizer {type(tokenizer).__name__} gives a single text types other than 0")
-        self._prompt_tokens = self._count_prompt(set(tokenizer.all_special_ids))
+        self._special, self._prompt_tokens = set(tokenizer.all_special_ids), dict[str, int]()
         self._model = model
         self._steps, self.width = _steps(self.recipe, model.config.hidden_size)
 
@@ -75,16 +75,25 @@ class Encoder:
         options = {"prompt": self.prompt, "max_length": self.max_length, "dtype": self.dtype}
         return {"model": self._identity.result(), **options}
 
+    @property
+    def ends_normalized(self) -> bool:
+        """Whether rows have length 1."""
+        return bool(self._steps) and self._steps[-1] is normalize and self.recipe.truncate is None
+
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, prompt and special tokens included."""
-        if self._cut is not None:
-            texts = [self._cut(text) for text in texts]
+        if self.cut is not None:
+            texts = [self.cut(text) for text in texts]
         prompted = [self.prompt + text for text in texts] if self.prompt else list(texts)
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(prompted)]
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(prompted)]
 
-    @torch.no_grad()
     def embed(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """float32 [texts, width]."""
+        return self.finish(self.states(ids))
+
+    @torch.no_grad()
+    def states(self, ids: Sequence[Sequence[int]]) -> PackedBatch:
+        """The last hidden states of all tokens, float32 [T, hidden size], packed."""
         lengths = torch.tensor([len(i) for i in ids], dtype=torch.int64)
         tokens = torch.tensor([token for text in ids for token in text], dtype=torch.int64)
         batch = PackedBatch.from_values(tokens, lengths)
@@ -92,17 +101,32 @@ class Encoder:
             hidden = self._model(batch).last_hidden_state.float()
         else:
             hidden = torch.zeros(0, self._model.config.hidden_size)
-        row = pool(batch.with_values(hidden), self.recipe.pooling, prompt=self._prompt_tokens)
-        for step in self._steps:
+        return batch.with_values(hidden)
+
+    @torch.no_grad()
+    def finish(self, states: PackedBatch, *, prompt: str | None = None, normalized: bool | None = None) -> Tensor:
+        """[texts, width] of the states [T, hidden size] of texts that began with `prompt`, by default the encoder's.
+
+        `normalized` asks for rows of length 1, or for rows as they were before; by default the folder decides.
+        """
+        row = pool(states, self.recipe.pooling, prompt=self._count_prompt(self.prompt if prompt is None else prompt))
+        steps = self._steps
+        if normalized is not None:
+            while steps and steps[-1] is normalize:
+                steps = steps[:-1]
+            steps = [*steps, normalize] if normalized else steps
+        for step in steps:
             row = step(row)
         return row if self.recipe.truncate is None else row[:, : self.recipe.truncate]
 
-    def _count_prompt(self, special: set[int]) -> int:
-        """The tokens of the prompt alone, without the special one at its end."""
-        if not self.prompt:
-            return 0
-        ids = self._tokenizer.encode(self.prompt).ids
-        return len(ids) - (1 if ids and ids[-1] in special else 0)
+    def _count_prompt(self, prompt: str) -> int:
+        """The tokens of a prompt alone, without the special one at its end."""
+        if not prompt or self.recipe.pooling.include_prompt:
+            return 0  # nobody asks
+        if prompt not in self._prompt_tokens:
+            ids = self.tokenizer.encode(prompt).ids
+            self._prompt_tokens[prompt] = len(ids) - (1 if ids and ids[-1] in self._special else 0)
+        return self._prompt_tokens[prompt]
 
 
 def _steps(recipe_: Recipe, width: int) -> tuple[list[Callable[[Tensor], Tensor]], int]:

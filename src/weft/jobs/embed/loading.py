@@ -106,6 +106,9 @@ def load_tokenizer(folder: Path, max_length: int | None, *, is_plain: bool) -> A
     if not tokenizer.is_fast:
         kind = type(tokenizer).__name__
         raise NotPlain(f"{folder} has the tokenizer {kind}, which has no tokenizer.json; convert it")
+    names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
+    if not any((folder / name).exists() for name in names):  # transformers makes one of a few special tokens then
+        raise ValueError(f"{folder} has no tokenizer: expected one of {', '.join(sorted(names))} there")
     if is_plain and getattr(tokenizer, "chat_template", None) is not None:
         raise NotPlain(
             f"{folder} has a chat template and no modules.json, so that a text could be embedded as it is "

@@ -136,6 +136,12 @@ class ModuleEncoder:
         options = {"prompt": self.prompt, "max_length": self.max_length, "dtype": self.dtype}
         return {"model": identity_of_all(self._folder), **options, **self._kwargs, "sentence_transformers": __version__}
 
+    @property
+    def ends_normalized(self) -> bool:
+        """Whether rows have length 1."""
+        last = [type(module).__name__ for module in own_modules(self._rest).values()][-1:]
+        return last == ["Normalize"] and self._truncate is None
+
     def tokenize(self, texts: Sequence[str]) -> list[TextFeatures]:
         """What each text is to the first module, prompt and special tokens included."""
         prompt = self.prompt or None

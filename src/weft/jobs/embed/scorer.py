@@ -94,8 +94,8 @@ class Scorer:
         self.prompt = self.recipe.prompt
         self.labels = [str(model.config.id2label[i]) for i in range(int(model.config.num_labels))]
         self.max_length = text_length(tokenizer, model, self.recipe.max_length, max_length, pairs=True)
-        self._tokenizer = tokenizer_backend(tokenizer, self.max_length, self.recipe.lower_case)
-        self._cut = text_cutter(tokenizer, self.max_length)
+        self.tokenizer = tokenizer_backend(tokenizer, self.max_length, self.recipe.lower_case)
+        self.cut = text_cutter(tokenizer, self.max_length)
         self._head = _ClassifierHead(model)
         takes = signature(plain_of(self._head.base).forward).parameters
         self._has_types = "token_type_ids" in tokenizer.model_input_names and "token_type_ids" in takes
@@ -109,12 +109,19 @@ class Scorer:
 
     def tokenize(self, inputs: Sequence[TextOrPair]) -> list[ScoredTokens]:
         """The tokens of each text or pair; of a pair, the prompt of the folder is put before the first."""
-        if self._cut is not None:  # of a pair, how much each text may keep depends on both
-            inputs = [self._cut(i) if isinstance(i, str) else i for i in inputs]
-        if self.prompt:
-            inputs = [self.prompt + i if isinstance(i, str) else (self.prompt + i[0], i[1]) for i in inputs]
-        found = self._tokenizer.encode_batch_fast(list(inputs))
-        return [ScoredTokens(one.ids, one.type_ids if self._has_types else None) for one in found]
+        if self.cut is not None:  # of a pair, how much each text may keep depends on both
+            inputs = [self.cut(i) if isinstance(i, str) else i for i in inputs]
+        return self.read(self.tokenizer.encode_batch_fast(self.prompted(inputs)))
+
+    def prompted(self, inputs: Sequence[TextOrPair]) -> list[TextOrPair]:
+        """Texts or pairs with the prompt before them."""
+        if not self.prompt:
+            return list(inputs)
+        return [self.prompt + i if isinstance(i, str) else (self.prompt + i[0], i[1]) for i in inputs]
+
+    def read(self, encodings: Sequence[Any]) -> list[ScoredTokens]:
+        """What `score` takes of what the tokenizer made."""
+        return [ScoredTokens(one.ids, one.type_ids if self._has_types else None) for one in encodings]
 
     @torch.no_grad()
     def score(self, ids: Sequence[ScoredTokens]) -> Tensor:
