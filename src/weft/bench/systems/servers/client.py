@@ -171,6 +171,28 @@ async def open_loop(
     return tally.load()
 
 
+async def overload(
+    port: int, requests: Sequence[Request], *, clients: int, pause: float, seconds: float
+) -> Load:  # fmt: skip
+    """`clients` that each send one request after the other, for some seconds; who is rejected comes back after a pause.
+    They come one by one, within the first quarter of the time. At the end those that still wait leave."""
+    tally, numbers = _Tally(requests), iter(range(len(requests)))
+
+    async def client(place: int, pool: _Pool) -> None:
+        await asyncio.sleep(seconds / 4 * place / clients)
+        await _work(pool, tally, numbers, pause)
+
+    async with _Pool(port) as pool:
+        tasks = [asyncio.create_task(client(place, pool)) for place in range(clients)]
+        await asyncio.wait(tasks, timeout=seconds)
+        for task in tasks:
+            task.cancel()
+        for end in await asyncio.gather(*tasks, return_exceptions=True):
+            if end is not None and not isinstance(end, asyncio.CancelledError):
+                raise end
+    return tally.load()
+
+
 @dataclass
 class _Tally:
     """What a load gives, while it goes on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import random
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from weft.bench.systems.sentence_transformers import minilm_folder, sentences
 from weft.bench.systems.servers.client import Request
@@ -67,8 +70,8 @@ def bert_base(folder: Path) -> Path:
 
 
 def mixed_texts(folder: Path, count: int, *, shortest: int = SHORTEST, longest: int = LONGEST) -> list[Text]:
-    """Different texts of real sentences. Their lengths are spread evenly on a logarithmic scale, as queries and passages
-    are: most are short, most tokens are in long ones."""
+    """Different texts of real sentences. Their lengths are spread evenly on a logarithmic scale, like those of queries
+    and passages: most texts are short, most tokens are in long ones."""
     import tokenizers
 
     cutter: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -93,21 +96,49 @@ def _cut(cutter: Any, draw: random.Random, pool: Sequence[str], wanted: int) -> 
     text = " ".join(parts)
     found = cutter.encode(text)
     special = sum(found.special_tokens_mask)
-    ends = [end for (_, end), is_special in zip(found.offsets, found.special_tokens_mask, strict=True) if not is_special]
+    ends = [
+        end for (_, end), is_special in zip(found.offsets, found.special_tokens_mask, strict=True) if not is_special
+    ]
     return text[: ends[min(wanted - special, len(ends)) - 1]]
 
 
-def soak_requests(texts: Sequence[Text], count: int) -> list[Request]:
-    """Requests of several kinds in a random order: one text or several, floats or base64, OpenAI's route and TEI's."""
+@dataclass(frozen=True)
+class MixedRequest:
+    """A request with one text or several, by their numbers, to one route or another."""
+
+    request: Request
+    texts: tuple[int, ...]
+
+
+def mixed_requests(texts: Sequence[Text], count: int) -> list[MixedRequest]:
+    """Requests of all kinds in a random order: one text or several, floats or base64, OpenAI's route and TEI's.
+
+    >>> sorted({len(one.texts) for one in mixed_requests([Text("a", 3)], 50)})
+    [1, 2, 4]
+    """
     draw = random.Random(1)
-    return [_any_request(draw, texts) for _ in range(count)]
+    return [_mixed_request(draw, texts) for _ in range(count)]
 
 
-def _any_request(draw: random.Random, texts: Sequence[Text]) -> Request:
-    several = [draw.choice(texts) for _ in range(draw.choice((1, 1, 1, 1, 2, 4)))]
-    tokens = sum(text.tokens for text in several)
-    words: Any = [text.text for text in several] if len(several) > 1 or draw.random() < 0.2 else several[0].text
+def _mixed_request(draw: random.Random, texts: Sequence[Text]) -> MixedRequest:
+    chosen = tuple(draw.randrange(len(texts)) for _ in range(draw.choice((1, 1, 1, 1, 2, 4))))
+    tokens, words = sum(texts[n].tokens for n in chosen), [texts[n].text for n in chosen]
+    given = words if len(words) > 1 or draw.random() < 0.2 else words[0]
     if draw.random() < 0.25:
-        return Request.post("/embed", {"inputs": words}, tokens=tokens)
+        return MixedRequest(Request.post("/embed", {"inputs": given}, tokens=tokens), chosen)
     form = draw.choice(("float", "base64"))
-    return Request.post(ROUTE, {"model": MODEL, "input": words, "encoding_format": form}, tokens=tokens)
+    payload = {"model": MODEL, "input": given, "encoding_format": form}
+    return MixedRequest(Request.post(ROUTE, payload, tokens=tokens), chosen)
+
+
+def vectors(answer: Any) -> list[NDArray[np.float32]]:
+    """The vectors of an answer, as OpenAI's route gives them (floats or base64) or as TEI's does.
+
+    >>> [row.tolist() for row in vectors({"data": [{"embedding": "AACAPwAAAEA="}]})], vectors([[0.5]])[0].tolist()
+    ([[1.0, 2.0]], [0.5])
+    """
+    rows = [one["embedding"] for one in answer["data"]] if isinstance(answer, dict) else answer
+    return [
+        np.frombuffer(base64.b64decode(row), dtype="<f4") if isinstance(row, str) else np.array(row, dtype=np.float32)
+        for row in rows
+    ]
