@@ -15,11 +15,11 @@ from pathlib import Path
 from weft.bench.harness import BenchOptions, column
 from weft.bench.systems.servers import workload
 from weft.bench.systems.servers.alone import offline_row, overhead_row, overload_row, soak_row
-from weft.bench.systems.servers.client import Load
+from weft.bench.systems.servers.client import LoadResult
 from weft.bench.systems.servers.commands import command_row, start_row
-from weft.bench.systems.servers.lineup import Effort, Lineup, Sustained
-from weft.bench.systems.servers.processes import SENTENCE_TRANSFORMERS, VLLM, WEFT, setups
-from weft.bench.systems.servers.workload import Text, mixed_texts
+from weft.bench.systems.servers.lineup import SearchEffort, ServerLineup, Sustained
+from weft.bench.systems.servers.processes import INFINITY_EMB, SENTENCE_TRANSFORMERS, VLLM, WEFT, setups
+from weft.bench.systems.servers.workload import SizedText, mixed_texts
 from weft.kernels.cpu import thread_count
 from weft.report import Column, Report, Row
 
@@ -27,6 +27,7 @@ NAME = "serve"
 HELP = "embeddings over HTTP against sentence-transformers behind FastAPI, vLLM's pooling runner and infinity"
 
 SATURATING = 32  # requests at a time that show what a server can do
+TEXTS = 600
 SHORT = 16  # tokens of a request alone
 SOAK_LONGEST = 128  # tokens: 10,000 requests are to end
 COLUMNS = [
@@ -47,22 +48,24 @@ COLUMNS = [
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServePlan:
     """How much is measured of one model: loads of so many requests at a time, and the search of the sustained rate.
 
     choose_with:  texts with which sentence-transformers' best size of batches is found
+    peers:        who is measured beside weft
     """
 
     model: str
     make: Callable[[Path], Path]
     concurrencies: Sequence[int]
     requests: int
-    effort: Effort
+    effort: SearchEffort
     choose_with: int
+    peers: Sequence[str] = (SENTENCE_TRANSFORMERS, VLLM, INFINITY_EMB)
 
 
 @dataclass(frozen=True)
-class Amounts:
+class AloneAmounts:
     """How much is measured of weft alone."""
 
     rounds: int
@@ -73,13 +76,25 @@ class Amounts:
     command_rounds: int
 
 
-QUICK = Plan("MiniLM-L6", workload.minilm, (SATURATING,), 48, Effort(40, steps=3, rounds=1, retries=1), 16)
-FULL = (
-    Plan("MiniLM-L6", workload.minilm, (1, 8, SATURATING), 128, Effort(200, steps=5, rounds=3, retries=6), 32),
-    Plan("BERT-base", workload.bert_base, (1, SATURATING), 64, Effort(60, steps=4, rounds=1, retries=3), 16),
+QUICK = ServePlan(
+    "MiniLM-L6",
+    workload.minilm,
+    (SATURATING,),
+    48,
+    SearchEffort(80, 4.0, steps=3, rounds=1, retries=1),
+    16,
+    peers=(SENTENCE_TRANSFORMERS, VLLM),
 )
-QUICK_AMOUNTS = Amounts(3, 64, 4.0, 400, 200, 1)
-FULL_AMOUNTS = Amounts(7, 400, 8.0, 10_000, 3000, 3)
+FULL = (
+    ServePlan(
+        "MiniLM-L6", workload.minilm, (1, 8, SATURATING), 128, SearchEffort(200, 10.0, steps=5, rounds=3, retries=6), 32
+    ),
+    ServePlan(
+        "BERT-base", workload.bert_base, (1, SATURATING), 64, SearchEffort(60, 20.0, steps=4, rounds=1, retries=3), 16
+    ),
+)
+QUICK_AMOUNTS = AloneAmounts(3, 64, 4.0, 400, 200, 1)
+FULL_AMOUNTS = AloneAmounts(7, 400, 8.0, 10_000, 3000, 3)
 
 
 def run(options: BenchOptions) -> Report:
@@ -90,8 +105,9 @@ def run(options: BenchOptions) -> Report:
         home = Path(name)
         for plan in plans:
             folder = plan.make(home / plan.model)
-            texts = mixed_texts(folder, max(400, plan.effort.requests))
-            with Lineup(setups(threads), folder, texts, choose_with=plan.choose_with) as lineup:
+            texts = mixed_texts(folder, TEXTS)
+            chosen = [setup for setup in setups(threads) if setup.name in (WEFT, *plan.peers)]
+            with ServerLineup(chosen, folder, texts, choose_with=plan.choose_with) as lineup:
                 rows += load_rows(lineup, plan)
                 if plan is plans[0]:
                     rows += alone_rows(lineup, folder, texts, home, amounts)
@@ -110,7 +126,7 @@ def run(options: BenchOptions) -> Report:
     )
 
 
-def load_rows(lineup: Lineup, plan: Plan) -> list[Row]:
+def load_rows(lineup: ServerLineup, plan: ServePlan) -> list[Row]:
     """All servers: so many requests at a time, then what each sustains."""
     rows, capacities = list[Row](), dict[str, float]()
     for concurrency in plan.concurrencies:
@@ -119,15 +135,12 @@ def load_rows(lineup: Lineup, plan: Plan) -> list[Row]:
         rows += closed_rows(plan.model, concurrency, loads)
         if concurrency == SATURATING:
             capacities = {name: len(load.latencies) / load.seconds for name, load in loads.items()}
-    times = 1 if plan.effort.rounds == 1 else 2
-    limit = lineup.p99_at_half(
-        SENTENCE_TRANSFORMERS, capacities[SENTENCE_TRANSFORMERS], plan.effort.requests, times=times
-    )
+    limit = lineup.p99_at_half(SENTENCE_TRANSFORMERS, capacities[SENTENCE_TRANSFORMERS], plan.effort)
     found = lineup.sustained(limit, capacities, plan.effort)
     return rows + sustained_rows(plan.model, limit, found, lineup.absent)
 
 
-def closed_rows(model: str, concurrency: int, loads: Mapping[str, Load]) -> list[Row]:
+def closed_rows(model: str, concurrency: int, loads: Mapping[str, LoadResult]) -> list[Row]:
     """A row a server."""
     rates = {name: len(load.latencies) / load.seconds for name, load in loads.items()}
     return [
@@ -160,7 +173,9 @@ def _over(ours: float, theirs: float) -> float | None:
     return ours / theirs if theirs else None
 
 
-def alone_rows(lineup: Lineup, folder: Path, texts: Sequence[Text], home: Path, amounts: Amounts) -> list[Row]:
+def alone_rows(
+    lineup: ServerLineup, folder: Path, texts: Sequence[SizedText], home: Path, amounts: AloneAmounts
+) -> list[Row]:
     """weft's server by itself."""
     server, encoder = lineup.servers[WEFT], lineup.encoder
     short = min(texts, key=lambda text: abs(text.tokens - SHORT))

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.bench.harness import Case, measure
-from weft.bench.systems.servers.client import Answer, Caller, closed_loop, overload, run_client
-from weft.bench.systems.servers.processes import Server
+from weft.bench.systems.servers.client import BlockingClient, HttpAnswer, closed_loop, overload, run_client
+from weft.bench.systems.servers.processes import ServerProcess
 from weft.bench.systems.servers.rates import Slope, percentile
-from weft.bench.systems.servers.workload import Text, mixed_requests, vectors
+from weft.bench.systems.servers.workload import SizedText, mixed_requests, vectors
 from weft.jobs.embed import EmbedOptions, Encoder
 from weft.jobs.embed import run as run_embed
 from weft.report import Row
@@ -26,10 +26,10 @@ _SILENCE = 0.02  # seconds until threads of the turn before have gone to sleep
 _SAMPLED = 25  # requests from one look at the memory to the next
 
 
-def overhead_row(server: Server, encoder: Encoder, text: Text, *, rounds: int) -> Row:
+def overhead_row(server: ServerProcess, encoder: Encoder, text: SizedText, *, rounds: int) -> Row:
     """A request alone, against the same call in this process."""
     request = text.request()
-    with server.turn(), Caller(server.port) as caller:
+    with server.turn(), BlockingClient(server.port) as caller:
         systems = {
             "bare": lambda: encoder.embed(encoder.tokenize([text.text])),
             "served": lambda: caller.ask(request),
@@ -41,7 +41,7 @@ def overhead_row(server: Server, encoder: Encoder, text: Text, *, rounds: int) -
     return {**measured.row(), "overhead_ms": over, "p50_ms": measured.median("served") * 1e3, "note": note}
 
 
-def offline_row(server: Server, encoder: Encoder, texts: Sequence[Text], home: Path, *, rounds: int) -> Row:
+def offline_row(server: ServerProcess, encoder: Encoder, texts: Sequence[SizedText], home: Path, *, rounds: int) -> Row:
     """Tokens a second of a server that always has enough to do, against the job of `weft embed` from file to file."""
     requests, tokens = [text.request() for text in texts], sum(text.tokens for text in texts)
     source, out = home / "offline.txt", home / "offline.npy"
@@ -67,7 +67,7 @@ def offline_row(server: Server, encoder: Encoder, texts: Sequence[Text], home: P
     }  # fmt: skip
 
 
-def overload_row(server: Server, texts: Sequence[Text], *, seconds: float) -> Row:
+def overload_row(server: ServerProcess, texts: Sequence[SizedText], *, seconds: float) -> Row:
     """More clients than it takes at once: how fast those that are sent away know."""
     clients = CONCURRENT + _EXTRA
     requests = [texts[n % len(texts)].request() for n in range(4 * clients)]
@@ -82,14 +82,14 @@ def overload_row(server: Server, texts: Sequence[Text], *, seconds: float) -> Ro
     }  # fmt: skip
 
 
-def _wait_until_idle(server: Server, text: Text) -> None:
+def _wait_until_idle(server: ServerProcess, text: SizedText) -> None:
     """Returns when a request is taken and answered."""
-    with Caller(server.port, timeout=120.0) as caller:
+    with BlockingClient(server.port, timeout=120.0) as caller:
         while caller.ask(text.request()).status == 429:
             time.sleep(0.05)
 
 
-def soak_row(server: Server, encoder: Encoder, texts: Sequence[Text], *, count: int) -> Row:
+def soak_row(server: ServerProcess, encoder: Encoder, texts: Sequence[SizedText], *, count: int) -> Row:
     """Many mixed requests: every vector must have the bits that the encoder gives in this process, and the memory of
     the server must not grow with them."""
     mixed = mixed_requests(texts, count)
@@ -97,7 +97,7 @@ def soak_row(server: Server, encoder: Encoder, texts: Sequence[Text], *, count: 
     memory: list[tuple[int, float]] = []
     done = 0
 
-    def check(number: int, answer: Answer) -> str | None:
+    def check(number: int, answer: HttpAnswer) -> str | None:
         nonlocal done
         done += 1
         if done % _SAMPLED == 0:

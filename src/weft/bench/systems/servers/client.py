@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """A whole HTTP message, and the tokens of its texts."""
 
     message: bytes
     tokens: int = 0
 
     @classmethod
-    def post(cls, path: str, payload: object, *, tokens: int = 0) -> Request:
+    def post(cls, path: str, payload: object, *, tokens: int = 0) -> HttpRequest:
         """A message with a JSON body.
 
-        >>> Request.post("/x", {}).message.split(b"\\r\\n")[0]
+        >>> HttpRequest.post("/x", {}).message.split(b"\\r\\n")[0]
         b'POST /x HTTP/1.1'
         """
         body = json.dumps(payload).encode()
@@ -43,13 +43,13 @@ class Request:
         return cls(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body, tokens)
 
     @classmethod
-    def get(cls, path: str) -> Request:
+    def get(cls, path: str) -> HttpRequest:
         """A message without a body."""
         return cls(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """What came back; `seconds` count from when the request was due."""
 
     status: int
@@ -63,7 +63,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadResult:
     """How requests were answered.
 
     seconds:     from the first request to the last answer
@@ -91,7 +91,7 @@ class Load:
     def is_within(self, limit: float) -> bool:
         """Whether 99 of 100 requests were answered 200 in this time; rejected ones were not.
 
-        >>> Load(1.0, (0.1,) * 99, rejections=(0.1,)).is_within(0.1)
+        >>> LoadResult(1.0, (0.1,) * 99, rejections=(0.1,)).is_within(0.1)
         True
         """
         in_time = sum(seconds <= limit for seconds in self.latencies)
@@ -113,7 +113,7 @@ class Load:
 
 
 _PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": SHARE}
-Check = Callable[[int, Answer], str | None]  # of a request's number and its answer: what is wrong with it
+Check = Callable[[int, HttpAnswer], str | None]  # of a request's number and its answer: what is wrong with it
 
 
 def run_client(work: Coroutine[Any, Any, T], *, deadline: float = DEADLINE_SECONDS) -> T:
@@ -129,8 +129,8 @@ def run_client(work: Coroutine[Any, Any, T], *, deadline: float = DEADLINE_SECON
 
 
 async def closed_loop(
-    port: int, requests: Sequence[Request], *, concurrency: int, check: Check | None = None, pause: float = 0.0
-) -> Load:
+    port: int, requests: Sequence[HttpRequest], *, concurrency: int, check: Check | None = None, pause: float = 0.0
+) -> LoadResult:
     """All requests, `concurrency` at a time, each on a connection of its own that waits `pause` seconds when a
     request was rejected, and then sends it again."""
     tally, numbers = _Tally(requests, check), iter(range(len(requests)))
@@ -148,11 +148,11 @@ async def _work(pool: _Pool, tally: _Tally, numbers: Iterator[int], pause: float
 
 
 async def open_loop(
-    port: int, requests: Sequence[Request], times: Sequence[float], *, limit: float | None = None
-) -> Load:
+    port: int, requests: Sequence[HttpRequest], times: Sequence[float], *, limit: float | None = None
+) -> LoadResult:
     """Each request at its time, whether or not others were answered. With a limit, the rest is not sent once more
     requests are late than a p99 within the limit allows."""
-    tally, tasks = _Tally(requests), set[asyncio.Task[Answer | None]]()
+    tally, tasks = _Tally(requests), set[asyncio.Task[HttpAnswer | None]]()
     allowed = len(requests) - rank(len(requests), SHARE)
     async with _Pool(port) as pool:
         start = time.perf_counter()
@@ -172,8 +172,8 @@ async def open_loop(
 
 
 async def overload(
-    port: int, requests: Sequence[Request], *, clients: int, pause: float, seconds: float
-) -> Load:  # fmt: skip
+    port: int, requests: Sequence[HttpRequest], *, clients: int, pause: float, seconds: float
+) -> LoadResult:  # fmt: skip
     """`clients` that each send one request after the other, for some seconds; who is rejected comes back after a pause.
     They come one by one, within the first quarter of the time. At the end those that still wait leave."""
     tally, numbers = _Tally(requests), iter(range(len(requests)))
@@ -197,7 +197,7 @@ async def overload(
 class _Tally:
     """What a load gives, while it goes on."""
 
-    requests: Sequence[Request]
+    requests: Sequence[HttpRequest]
     check: Check | None = None
     is_cut: bool = False
     latencies: list[float] = field(default_factory=list)
@@ -209,7 +209,7 @@ class _Tally:
     end: float = 0.0
     cpu: float = field(default_factory=time.thread_time)
 
-    def add(self, number: int, answer: Answer | None, error: str | None) -> None:
+    def add(self, number: int, answer: HttpAnswer | None, error: str | None) -> None:
         self.end = time.perf_counter()
         self.waiting.pop(number, None)
         if answer is not None and answer.status == 200:
@@ -229,8 +229,8 @@ class _Tally:
         late = sum(seconds > limit for seconds in self.latencies) + sum(at < due for at in self.waiting.values())
         return late + len(self.rejections) + len(self.errors)
 
-    def load(self) -> Load:
-        return Load(
+    def load(self) -> LoadResult:
+        return LoadResult(
             max(self.end - self.start, 1e-9), tuple(self.latencies), tuple(self.rejections), tuple(self.errors),
             self.tokens, time.thread_time() - self.cpu, self.is_cut,
         )  # fmt: skip
@@ -251,7 +251,7 @@ class _Pool:
         for connection in self._all:
             connection.close()
 
-    async def ask(self, tally: _Tally, number: int, due: float) -> Answer | None:
+    async def ask(self, tally: _Tally, number: int, due: float) -> HttpAnswer | None:
         """One request and its answer; None if there was none."""
         tally.waiting[number] = due
         try:
@@ -260,7 +260,7 @@ class _Pool:
         except OSError as error:
             tally.add(number, None, f"{type(error).__name__}: {error}")
             return None
-        answer = Answer(status, body, time.perf_counter() - due)
+        answer = HttpAnswer(status, body, time.perf_counter() - due)
         if connection.is_open:
             self._free.append(connection)
         tally.add(number, answer, None)
@@ -344,14 +344,14 @@ def content_length(head: bytes) -> int:
     raise ValueError(f"got an answer without a content-length, expected one: {head[:_SHOWN]!r}")
 
 
-class Caller:
+class BlockingClient:
     """One connection that blocks: a request alone, for time in turns with something else in this process."""
 
     def __init__(self, port: int, *, timeout: float = 60.0) -> None:
         self._socket = socket.create_connection((HOST, port), timeout)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def ask(self, request: Request) -> Answer:
+    def ask(self, request: HttpRequest) -> HttpAnswer:
         """Sends, and waits for the answer."""
         start, received, end = time.perf_counter(), b"", -1
         self._socket.sendall(request.message)
@@ -363,13 +363,13 @@ class Caller:
             if end < 0 and (head := received.find(b"\r\n\r\n")) >= 0:
                 body_at = head + 4
                 end = body_at + content_length(received[:head])
-        return Answer(int(received[9:12]), received[body_at:end], time.perf_counter() - start)
+        return HttpAnswer(int(received[9:12]), received[body_at:end], time.perf_counter() - start)
 
     def close(self) -> None:
         """Hangs up."""
         self._socket.close()
 
-    def __enter__(self) -> Caller:
+    def __enter__(self) -> BlockingClient:
         return self
 
     def __exit__(self, *error: object) -> None:

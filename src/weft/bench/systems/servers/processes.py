@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from weft.bench.systems.servers.client import HOST, Caller, Request
+from weft.bench.systems.servers.client import HOST, BlockingClient, HttpRequest
 from weft.bench.systems.servers.workload import MODEL
 from weft.bench.systems.vllm import PYTHON, EngineSetup
 from weft.errors import WeftError
@@ -85,7 +85,7 @@ def setups(threads: int) -> list[ServerSetup]:
     ]
 
 
-class Server:
+class ServerProcess:
     """A running server. Leaving the `with` block ends its processes; `log` is what it wrote.
 
     Outside of `turn()` its processes are stopped, so that they take nothing from who has the turn.
@@ -114,7 +114,7 @@ class Server:
         self._log.seek(0)
         return self._log.read()
 
-    def wait_until_ready(self, *, timeout: float = _START_SECONDS) -> Server:
+    def wait_until_ready(self, *, timeout: float = _START_SECONDS) -> ServerProcess:
         """Returns when it answers. Servers that are started together load at the same time."""
         start = time.perf_counter()
         while not self._is_healthy():
@@ -127,7 +127,7 @@ class Server:
         return self
 
     @contextmanager
-    def turn(self) -> Iterator[Server]:
+    def turn(self) -> Iterator[ServerProcess]:
         """It runs within; where a load fails, the end of its log is told."""
         if self._process.poll() is not None:
             raise self._failed(f"ended with {self._process.returncode}")
@@ -154,8 +154,8 @@ class Server:
 
     def _is_healthy(self) -> bool:
         try:
-            with Caller(self.port, timeout=5.0) as caller:
-                return caller.ask(Request.get("/health")).status == 200
+            with BlockingClient(self.port, timeout=5.0) as caller:
+                return caller.ask(HttpRequest.get("/health")).status == 200
         except (OSError, ValueError):
             return False
 
@@ -177,7 +177,7 @@ class Server:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> ServerProcess:
         return self
 
     def __exit__(

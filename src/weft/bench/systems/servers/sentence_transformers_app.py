@@ -32,7 +32,7 @@ WAIT_SECONDS = 0.005
 MOST_WAITING = 512  # requests
 
 
-class EmbeddingRequest(BaseModel):
+class _EmbeddingRequest(BaseModel):
     """What OpenAI's clients send."""
 
     input: str | list[str]
@@ -40,7 +40,7 @@ class EmbeddingRequest(BaseModel):
     encoding_format: str = "float"
 
 
-class Batcher:
+class _Batcher:
     """A queue of texts, and the worker that empties it."""
 
     def __init__(self, model: Any, size: int) -> None:
@@ -110,7 +110,7 @@ def best_size(model: Any, texts: list[str]) -> int:
     return min(seconds, key=lambda size: seconds[size])
 
 
-def make_app(batcher: Batcher) -> FastAPI:
+def make_app(batcher: _Batcher) -> FastAPI:
     """The routes."""
 
     @asynccontextmanager
@@ -126,7 +126,7 @@ def make_app(batcher: Batcher) -> FastAPI:
         return {"batch_size": batcher.size}
 
     @app.post("/v1/embeddings")
-    async def embeddings(request: EmbeddingRequest) -> Response:
+    async def embeddings(request: _EmbeddingRequest) -> Response:
         texts = [request.input] if isinstance(request.input, str) else request.input
         rows = await batcher.encode(texts)
         return Response(_answer(rows, request), media_type="application/json")
@@ -134,7 +134,7 @@ def make_app(batcher: Batcher) -> FastAPI:
     return app
 
 
-def _answer(rows: Any, request: EmbeddingRequest) -> bytes:
+def _answer(rows: Any, request: _EmbeddingRequest) -> bytes:
     """OpenAI's answer."""
     if request.encoding_format == "base64":
         found: list[Any] = [base64.b64encode(row.tobytes()).decode() for row in rows]
@@ -153,7 +153,7 @@ def main() -> None:
     options = parser.parse_args()
     model: Any = SentenceTransformer(options.model, device="cpu", local_files_only=True)
     size = best_size(model, options.texts.read_text(encoding="utf-8").split("\n"))
-    uvicorn.run(make_app(Batcher(model, size)), host="127.0.0.1", port=options.port, log_level="warning")
+    uvicorn.run(make_app(_Batcher(model, size)), host="127.0.0.1", port=options.port, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from weft.bench.systems.sentence_transformers import minilm_folder, sentences
-from weft.bench.systems.servers.client import Request
+from weft.bench.systems.servers.client import HttpRequest
 
 SHORTEST, LONGEST = 16, 512
 MODEL = "bench"  # the name under which every server has its model
@@ -26,16 +26,16 @@ _SENTENCES = 20_000
 
 
 @dataclass(frozen=True)
-class Text:
+class SizedText:
     """A text, and its tokens, special ones included."""
 
     text: str
     tokens: int
 
-    def request(self) -> Request:
+    def request(self) -> HttpRequest:
         """What OpenAI's client would send: vectors come back in base64."""
         payload = {"model": MODEL, "input": self.text, "encoding_format": "base64"}
-        return Request.post(ROUTE, payload, tokens=self.tokens)
+        return HttpRequest.post(ROUTE, payload, tokens=self.tokens)
 
 
 def minilm(folder: Path) -> Path:
@@ -69,7 +69,7 @@ def bert_base(folder: Path) -> Path:
     return folder
 
 
-def mixed_texts(folder: Path, count: int, *, shortest: int = SHORTEST, longest: int = LONGEST) -> list[Text]:
+def mixed_texts(folder: Path, count: int, *, shortest: int = SHORTEST, longest: int = LONGEST) -> list[SizedText]:
     """Different texts of real sentences. Their lengths are spread evenly on a logarithmic scale, like those of queries
     and passages: most texts are short, most tokens are in long ones."""
     import tokenizers
@@ -83,7 +83,7 @@ def mixed_texts(folder: Path, count: int, *, shortest: int = SHORTEST, longest: 
         wanted = round(math.exp(draw.uniform(math.log(shortest), math.log(longest))))
         text = _cut(cutter, draw, pool, wanted)
         found.setdefault(text, len(cutter.encode(text).ids))
-    return [Text(text, tokens) for text, tokens in found.items()]
+    return [SizedText(text, tokens) for text, tokens in found.items()]
 
 
 def _cut(cutter: Any, draw: random.Random, pool: Sequence[str], wanted: int) -> str:
@@ -106,29 +106,29 @@ def _cut(cutter: Any, draw: random.Random, pool: Sequence[str], wanted: int) -> 
 class MixedRequest:
     """A request with one text or several, by their numbers, to one route or another."""
 
-    request: Request
+    request: HttpRequest
     texts: tuple[int, ...]
 
 
-def mixed_requests(texts: Sequence[Text], count: int) -> list[MixedRequest]:
+def mixed_requests(texts: Sequence[SizedText], count: int) -> list[MixedRequest]:
     """Requests of all kinds in a random order: one text or several, floats or base64, OpenAI's route and TEI's.
 
-    >>> sorted({len(one.texts) for one in mixed_requests([Text("a", 3)], 50)})
+    >>> sorted({len(one.texts) for one in mixed_requests([SizedText("a", 3)], 50)})
     [1, 2, 4]
     """
     draw = random.Random(1)
     return [_mixed_request(draw, texts) for _ in range(count)]
 
 
-def _mixed_request(draw: random.Random, texts: Sequence[Text]) -> MixedRequest:
+def _mixed_request(draw: random.Random, texts: Sequence[SizedText]) -> MixedRequest:
     chosen = tuple(draw.randrange(len(texts)) for _ in range(draw.choice((1, 1, 1, 1, 2, 4))))
     tokens, words = sum(texts[n].tokens for n in chosen), [texts[n].text for n in chosen]
     given = words if len(words) > 1 or draw.random() < 0.2 else words[0]
     if draw.random() < 0.25:
-        return MixedRequest(Request.post("/embed", {"inputs": given}, tokens=tokens), chosen)
+        return MixedRequest(HttpRequest.post("/embed", {"inputs": given}, tokens=tokens), chosen)
     form = draw.choice(("float", "base64"))
     payload = {"model": MODEL, "input": given, "encoding_format": form}
-    return MixedRequest(Request.post(ROUTE, payload, tokens=tokens), chosen)
+    return MixedRequest(HttpRequest.post(ROUTE, payload, tokens=tokens), chosen)
 
 
 def vectors(answer: Any) -> list[NDArray[np.float32]]:
