@@ -129,6 +129,7 @@ def run(options: BenchOptions) -> Report:
 def load_rows(lineup: ServerLineup, plan: ServePlan) -> list[Row]:
     """All servers: so many requests at a time, then what each sustains."""
     rows, capacities = list[Row](), dict[str, float]()
+    lineup.closed(SATURATING, SATURATING)  # the first requests make buffers, and compile
     for concurrency in plan.concurrencies:
         count = min(plan.requests, 32 * concurrency)
         loads = lineup.closed(concurrency, count)
