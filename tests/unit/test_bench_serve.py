@@ -1,4 +1,4 @@
-"""`weft bench serve`: its pure parts by tables, and its client against a small server that does as it is told."""
+"""`weft bench serve`: searches, texts, answers, rows and the summary, and the queue of a peer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 import base64
 import json
 import math
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,20 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.bench import serve
+from weft.bench.systems.sentence_transformers import minilm_folder
+from weft.bench.systems.servers import sentence_transformers_app as app
 from weft.bench.systems.servers import workload
 from weft.bench.systems.servers.alone import what_differs
-from weft.bench.systems.servers.client import (
-    BlockingClient,
-    HttpAnswer,
-    HttpRequest,
-    LoadResult,
-    closed_loop,
-    open_loop,
-    overload,
-    run_client,
-)
+from weft.bench.systems.servers.client import LoadResult
 from weft.bench.systems.servers.lineup import Sustained, _joined, _search
-from weft.bench.systems.servers.processes import ServerProcess, ServerSetup, free_port, setups
+from weft.bench.systems.servers.processes import ServerProcess, ServerSetup, setups
 from weft.bench.systems.servers.rates import RateSearch, Slope, percentile, poisson_times, rank
 from weft.errors import WeftError
 
@@ -100,161 +91,6 @@ def test_a_slope_is_told_from_noise() -> None:
     assert growing.gain == pytest.approx(0.1, abs=0.001)
     with pytest.raises(ValueError, match="at two places"):
         Slope.of([1.0, 1.0], [2.0, 3.0])
-
-
-# ---- the client ------------------------------------------------------------------------------------------------------
-
-
-class Servant:
-    """An HTTP server on the loopback, in a thread of its own. A path says what it does:
-
-    /echo      the body, in pieces of three bytes
-    /late      the same after 50 ms
-    /full      429         /wrong     500
-    /gone      hangs up    /stream    an answer without a length
-    """
-
-    def __init__(self) -> None:
-        self.port = self.most = self.busy = self.connections = 0
-        self._loop, ready = asyncio.new_event_loop(), threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ready,))
-        self._thread.start()
-        assert ready.wait(10)
-
-    def _run(self, ready: threading.Event) -> None:
-        async def start() -> asyncio.Server:
-            return await asyncio.start_server(self._serve, "127.0.0.1", 0)
-
-        server = self._loop.run_until_complete(start())
-        self.port = server.sockets[0].getsockname()[1]
-        ready.set()
-        self._loop.run_forever()
-        server.close()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                path = head.split()[1].decode()
-                size = next((int(h.split(b":")[1]) for h in head.split(b"\r\n") if h.startswith(b"content-length")), 0)
-                body = await reader.readexactly(size)
-                self.busy += 1
-                self.most = max(self.most, self.busy)
-                await self._answer(path, body, writer)
-                self.busy -= 1
-        except (OSError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
-
-    async def _answer(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
-        if path == "/late":
-            await asyncio.sleep(0.05)
-        if path == "/gone":
-            self.busy -= 1
-            raise ConnectionError
-        status = {"/full": "429 Too Many", "/wrong": "500 Wrong"}.get(path, "200 OK")
-        length = b"" if path == "/stream" else f"Content-Length: {len(body)}\r\n".encode()
-        answer = f"HTTP/1.1 {status}\r\n".encode() + length + b"\r\n" + body
-        pieces = [answer[at : at + 3] for at in range(0, len(answer), 3)] if path == "/echo" else [answer]
-        for piece in pieces:
-            writer.write(piece)
-            await asyncio.sleep(0)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-
-
-@pytest.fixture
-def servant() -> Iterator[Servant]:
-    found = Servant()
-    yield found
-    found.close()
-
-
-def asked(path: str, count: int = 1, tokens: int = 7) -> list[HttpRequest]:
-    return [HttpRequest.post(path, {"number": number}, tokens=tokens) for number in range(count)]
-
-
-def test_a_closed_loop_sends_so_many_at_a_time_and_every_answer_is_its_own(servant: Servant) -> None:
-    bodies: dict[int, bytes] = {}
-
-    def check(number: int, answer: HttpAnswer) -> str | None:
-        bodies[number] = answer.body
-        return "an odd one" if number == 5 else None
-
-    load = run_client(closed_loop(servant.port, asked("/late", 20), concurrency=4, check=check))
-    assert [json.loads(bodies[number])["number"] for number in range(20)] == list(range(20))
-    assert servant.most == servant.connections == 4
-    assert (len(load.latencies), load.errors, load.tokens) == (19, ("an odd one",), 19 * 7)
-    assert min(load.latencies) >= 0.05
-    assert load.seconds >= 5 * 0.05
-    assert load.client_cpu > 0
-    pieces = run_client(closed_loop(servant.port, asked("/echo", 3), concurrency=1))
-    assert len(pieces.latencies) == 3
-
-
-def test_what_goes_wrong_is_counted_by_kind(servant: Servant) -> None:
-    requests = asked("/full") + asked("/wrong") + asked("/gone") + asked("/stream") + asked("/echo")
-    load = run_client(closed_loop(servant.port, requests, concurrency=1))
-    row = load.row()
-    assert (row["rejected"], row["errors"], row["requests"]) == (0.2, 3, 5)
-    wrong, gone, stream = load.errors
-    assert wrong.startswith("500")
-    assert "closed the connection" in gone
-    assert "content-length" in stream
-    assert json.loads(json.dumps(row, allow_nan=False)) == row
-
-
-def test_nobody_listens() -> None:
-    load = run_client(closed_loop(free_port(), asked("/echo", 2), concurrency=2))
-    assert len(load.errors) == 2
-    assert not load.is_within(10.0)
-    assert json.dumps(load.row(), allow_nan=False)
-
-
-def test_an_open_loop_does_not_wait_for_answers(servant: Servant) -> None:
-    times = [0.0, 0.001, 0.002, 0.003]
-    load = run_client(open_loop(servant.port, asked("/late", 4), times, limit=30.0))
-    assert servant.most > 1
-    assert load.is_within(30.0)
-    assert not load.is_within(0.01)
-    assert len(load.latencies) == 4
-
-
-def test_an_open_loop_stops_when_too_many_are_late(servant: Servant) -> None:
-    times = [0.02 * n for n in range(200)]
-    load = run_client(open_loop(servant.port, asked("/late", 200), times, limit=0.01))
-    assert load.is_cut
-    assert not load.is_within(100.0)
-    assert 2 < load.count < 200
-    rejected = run_client(open_loop(servant.port, asked("/full", 20), [0.0] * 20, limit=10.0))
-    assert rejected.is_cut
-
-
-def test_who_is_rejected_comes_back(servant: Servant) -> None:
-    load = run_client(overload(servant.port, asked("/full", 50), clients=3, pause=0.01, seconds=0.5))
-    assert not load.latencies
-    assert len(load.rejections) > 3  # more than there are clients
-
-
-def test_a_server_that_never_answers_is_an_error(servant: Servant) -> None:
-    with pytest.raises(WeftError, match=r"within 0\.2 s"):
-        run_client(closed_loop(servant.port, asked("/late", 100), concurrency=1), deadline=0.2)
-
-
-def test_one_request_that_blocks(servant: Servant) -> None:
-    with BlockingClient(servant.port) as client:
-        assert json.loads(client.ask(asked("/echo")[0]).body) == {"number": 0}
-        assert client.ask(asked("/wrong")[0]).status == 500
-        with pytest.raises(ConnectionResetError):
-            client.ask(asked("/gone")[0])
 
 
 @pytest.mark.parametrize(("late", "errors", "is_good"), [(0, 0, True), (2, 0, True), (3, 0, False), (0, 1, False)])
@@ -371,3 +207,31 @@ def test_the_summary_says_why_a_figure_is_missing() -> None:
     assert found["vs_sentence_transformers"] == "never within the limit"
     assert found["vs_vllm_pooling"] == "no .venv-vllm"
     assert found["rejected_ms"] == "not measured"
+
+
+# ---- the peer --------------------------------------------------------------------------------------------------------
+
+
+def test_the_peers_queue_makes_one_batch_of_requests_that_come_together() -> None:
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(minilm_folder()), device="cpu")
+    calls: list[int] = []
+
+    class Counting:
+        def encode(self, texts: list[str], **options: object) -> object:
+            calls.append(len(texts))
+            return model.encode(texts, **options)
+
+    async def ask() -> list[object]:
+        batcher = app._Batcher(Counting(), 8)
+        worker = asyncio.create_task(batcher.work())
+        try:
+            return await asyncio.gather(*(batcher.encode([f"text {n}", "and one more"]) for n in range(20)))
+        finally:
+            worker.cancel()
+
+    found = asyncio.run(asyncio.wait_for(ask(), 120))
+    assert calls == [32, 8]  # texts, of which 32 are the most
+    for n, rows in enumerate(found):
+        np.testing.assert_allclose(rows, model.encode([f"text {n}", "and one more"]), atol=1e-5)
