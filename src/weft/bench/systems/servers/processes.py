@@ -77,7 +77,8 @@ def setups(threads: int) -> list[ServerSetup]:
         ),
         ServerSetup(
             INFINITY_EMB,
-            f"{INFINITY.absolute()} v2 --model-id {{model}} {common} --url-prefix /v1 --device cpu --engine torch",
+            f"{INFINITY.absolute()} v2 --model-id {{model}} {common} --url-prefix /v1 --device cpu --engine torch "
+            "--batch-size 4",
             {**own, "INFINITY_ANONYMOUS_USAGE_STATS": "0"},
             needs=INFINITY,
             remedy="make setup-infinity makes it",
