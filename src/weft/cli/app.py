@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from weft.bench import load_promise
-from weft.cli import embed, lab, paper
+from weft.cli import embed, lab, paper, serve
 from weft.errors import LabUnavailable, WeftError
 from weft.report.result import Column, Headline, Table, check_writable, console, report_page, write
 
@@ -200,6 +200,7 @@ app.add_typer(paper.app, name="plan")
 app.add_typer(kernels_app, name="kernels")
 app.command("tune")(lab.tune)
 app.command("embed")(embed.embed)
+app.command("serve")(serve.serve)
 app.command("train-demo")(lab.train_demo)
 app.command("predict")(paper.predict)
 app.command("simulate")(paper.simulate)

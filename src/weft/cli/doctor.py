@@ -221,7 +221,7 @@ def models_table() -> str:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    from weft.jobs.embed.encoder import ENCODERS
+    from weft.jobs.embed.loading import ENCODERS
     from weft.models.families import FAMILIES
 
     loaded = set(ENCODERS.values())  # the classes that a folder of embeddings is loaded as

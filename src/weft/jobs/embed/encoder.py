@@ -5,7 +5,7 @@ No row depends on another: an embedding has the same bits alone and in any batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.jobs.embed import recipe
+from weft.jobs.embed.loading import check_wishes, load_model, load_tokenizer, text_length, tokenizer_backend
 from weft.jobs.embed.recipe import DENSE, NotPlain, Recipe, Wish
 from weft.kernels import PackedWeight, linear
 from weft.packed.api import pack
 from weft.packed.batch import PackedBatch
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_UNREAD = ("pooler.", "embeddings.position_ids")  # of a model whose hidden states are all that is asked for
-_ENDLESS = 10**20  # tokenizers that know no limit give a number beyond this one
 
 
 class Encoder:
@@ -47,22 +44,20 @@ class Encoder:
         task: str | None = None,
         dtype: str | None = None,
     ) -> None:
-        try:
-            import transformers  # noqa: F401
-        except ImportError as error:
-            raise ImportError("weft embed needs transformers; pip install transformers") from error
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"got the dtype {dtype}, expected {' or '.join(DTYPES)}")
+        check_wishes(dtype)
         wish = Wish(prompt, prompt_name, task)
         self.kind = DENSE
         self.recipe = Recipe.of(folder)
         self.prompt = wish.of(self.recipe.prompts, self.recipe.default_prompt)
-        tokenizer = _load_tokenizer(self.recipe)
-        model = _load_model(self.recipe.transformer, dtype)
+        folder, given = self.recipe.transformer, self.recipe.max_length
+        tokenizer = load_tokenizer(folder, given, is_plain=self.recipe.is_plain)
+        model = load_model(folder, dtype)
         self.dtype = str(model.dtype).removeprefix("torch.")
-        self.max_length = _length(tokenizer, model, self.recipe, max_length)
-        self._tokenizer = _backend(tokenizer, self.max_length, self.recipe.lower_case)
-        self._prompt_tokens = self._count_prompt(set(tokenizer.all_special_ids))
+        self.max_length = text_length(tokenizer, model, given, max_length, pairs=False)
+        self.tokenizer = tokenizer_backend(tokenizer, self.max_length, self.recipe.lower_case)
+        if "token_type_ids" in tokenizer.model_input_names and any(self.tokenizer.encode("a").type_ids):
+            raise NotPlain(f"the tokenizer {type(tokenizer).__name__} gives a single text types other than 0")
+        self._special, self._prompt_tokens = set(tokenizer.all_special_ids), dict[str, int]()
         self._model = pack(model)
         self._steps, self.width = _steps(self.recipe, model.config.hidden_size)
 
@@ -71,14 +66,23 @@ class Encoder:
         options = {"prompt": self.prompt, "max_length": self.max_length, "dtype": self.dtype}
         return {"model": self.recipe.identity(), **options}
 
+    @property
+    def ends_normalized(self) -> bool:
+        """Whether rows have length 1."""
+        return bool(self._steps) and self._steps[-1] is normalize and self.recipe.truncate is None
+
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, prompt and special tokens included."""
         prompted = [self.prompt + text for text in texts] if self.prompt else list(texts)
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(prompted)]
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(prompted)]
 
-    @torch.no_grad()
     def embed(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """float32 [texts, width]."""
+        return self.finish(self.states(ids))
+
+    @torch.no_grad()
+    def states(self, ids: Sequence[Sequence[int]]) -> PackedBatch:
+        """The last hidden states of all tokens, float32 [T, hidden size], packed."""
         lengths = torch.tensor([len(i) for i in ids], dtype=torch.int64)
         tokens = torch.tensor([token for text in ids for token in text], dtype=torch.int64)
         batch = PackedBatch.from_values(tokens, lengths)
@@ -86,116 +90,32 @@ class Encoder:
             hidden = self._model(batch).last_hidden_state.float()
         else:
             hidden = torch.zeros(0, self._model.config.hidden_size)
-        row = pool(batch.with_values(hidden), self.recipe.pooling, prompt=self._prompt_tokens)
-        for step in self._steps:
+        return batch.with_values(hidden)
+
+    @torch.no_grad()
+    def finish(self, states: PackedBatch, *, prompt: str | None = None, normalized: bool | None = None) -> Tensor:
+        """[texts, width] of the states [T, hidden size] of texts that began with `prompt`, by default the encoder's.
+
+        `normalized` asks for rows of length 1, or for rows as they were before; by default the folder decides.
+        """
+        row = pool(states, self.recipe.pooling, prompt=self._count_prompt(self.prompt if prompt is None else prompt))
+        steps = self._steps
+        if normalized is not None:
+            while steps and steps[-1] is normalize:
+                steps = steps[:-1]
+            steps = [*steps, normalize] if normalized else steps
+        for step in steps:
             row = step(row)
         return row if self.recipe.truncate is None else row[:, : self.recipe.truncate]
 
-    def _count_prompt(self, special: set[int]) -> int:
-        """The tokens of the prompt alone, without the special one at its end."""
-        if not self.prompt:
-            return 0
-        ids = self._tokenizer.encode(self.prompt).ids
-        return len(ids) - (1 if ids and ids[-1] in special else 0)
-
-
-# Kinds of models that also have a decoder, which makes no vectors: what is loaded of them.
-ENCODERS = {"t5": "T5EncoderModel"}
-
-
-def _load_model(folder: Path, dtype: str | None) -> Any:
-    import transformers
-
-    options: dict[str, Any] = {} if dtype is None else {"dtype": DTYPES[dtype]}
-    config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    loader: Any = getattr(transformers, ENCODERS.get(config.model_type, "AutoModel"))
-    model, found = loader.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
-    check_complete(folder, model, found["missing_keys"])
-    if getattr(model, "pooler", None) is not None:
-        model.pooler = None  # of a BERT: nobody reads it
-    if model.dtype not in DTYPES.values():
-        model = model.float()
-    return model.eval()
-
-
-def check_complete(folder: Path, model: nn.Module, missing: Iterable[str]) -> None:
-    """Raises where weights that are read were not in the files; transformers gives them random numbers."""
-    names = sorted(name for name in missing if not name.startswith(_UNREAD))
-    if names:
-        named = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {named}; they would be random numbers")
-
-
-def _load_tokenizer(recipe: Recipe) -> Any:
-    from transformers import AutoTokenizer
-
-    options = {} if recipe.max_length is None else {"model_max_length": recipe.max_length}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.transformer, local_files_only=True, **options)
-    except Exception as error:  # tokenizers has no class of its own for its errors
-        raise ValueError(f"{recipe.transformer} has no tokenizer that transformers can read: {error}") from error
-    if not tokenizer.is_fast:
-        kind = type(tokenizer).__name__
-        raise NotPlain(f"{recipe.transformer} has the tokenizer {kind}, which has no tokenizer.json; convert it")
-    if recipe.is_plain and getattr(tokenizer, "chat_template", None) is not None:
-        raise NotPlain(
-            f"{recipe.transformer} has a chat template and no modules.json, so that a text could be embedded as it is "
-            f"or as a message; save the model with sentence-transformers, which says what is meant"
-        )
-    return tokenizer
-
-
-def _length(tokenizer: Any, model: nn.Module, recipe: Recipe, asked: int | None) -> int | None:
-    """Tokens of a text, special ones included; None for no limit. Raises where the model has fewer positions."""
-    has = positions_of(model)
-    length = recipe.max_length if asked is None else asked
-    if length is None:
-        limits = [tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", -1), has]
-        limits = [int(limit) for limit in limits if limit is not None and 0 < limit < _ENDLESS]
-        return min(limits, default=None)
-    least = int(tokenizer.num_special_tokens_to_add(pair=False)) + 1
-    if length < least:
-        raise ValueError(f"got at most {length} tokens a text, expected at least {least}: special tokens are counted")
-    check_positions(length, model)
-    return int(length)
-
-
-def check_positions(length: int, model: nn.Module) -> None:
-    """Raises where a text of this many tokens has more than the model has positions."""
-    has = positions_of(model)
-    if has is not None and length > has:
-        raise ValueError(
-            f"got at most {length} tokens a text, but the model has {has} positions; pass --max-length {has}"
-        )
-
-
-def positions_of(model: nn.Module) -> int | None:
-    """How many tokens of a text have a position; None where positions are computed and not looked up."""
-    for name, module in model.named_modules():
-        if name.rsplit(".", 1)[-1] in ("position_embeddings", "wpe") and isinstance(module, nn.Embedding):
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    return None
-
-
-def _backend(tokenizer: Any, max_length: int | None, lower_case: bool) -> Any:
-    """What the tokenizer computes with, set as its own call sets it; that call costs more than the work."""
-    from tokenizers import normalizers
-
-    several: Any = normalizers.Sequence
-    backend = tokenizer.backend_tokenizer
-    backend.no_padding()
-    if max_length is None:
-        backend.no_truncation()
-    else:
-        backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
-    if lower_case:
-        has = backend.normalizer
-        given = list(has) if isinstance(has, several) else [] if has is None else [has]
-        if not any(isinstance(each, normalizers.Lowercase) for each in given):
-            backend.normalizer = several([normalizers.Lowercase(), *given])
-    if "token_type_ids" in tokenizer.model_input_names and any(backend.encode("a").type_ids):
-        raise NotPlain(f"the tokenizer {type(tokenizer).__name__} gives a single text types other than 0")
-    return backend
+    def _count_prompt(self, prompt: str) -> int:
+        """The tokens of a prompt alone, without the special one at its end."""
+        if not prompt or self.recipe.pooling.include_prompt:
+            return 0  # nobody asks
+        if prompt not in self._prompt_tokens:
+            ids = self.tokenizer.encode(prompt).ids
+            self._prompt_tokens[prompt] = len(ids) - (1 if ids and ids[-1] in self._special else 0)
+        return self._prompt_tokens[prompt]
 
 
 def _steps(recipe_: Recipe, width: int) -> tuple[list[Callable[[Tensor], Tensor]], int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft._torch import own_modules, shallow_copy
-from weft.jobs.embed.encoder import DTYPES, Encoder, check_complete, check_positions
+from weft.jobs.embed.encoder import Encoder
+from weft.jobs.embed.loading import DTYPES, UNREAD, check_complete, check_positions, one_thread
 from weft.jobs.embed.recipe import DENSE, SPARSE, TOKENS, NotPlain, Wish, identity_of_all, kind_of
 from weft.models.family import HeadKind
 from weft.models.twin import Twin, plain_of
@@ -135,6 +135,12 @@ class ModuleEncoder:
         options = {"prompt": self.prompt, "max_length": self.max_length, "dtype": self.dtype}
         return {"model": identity_of_all(self._folder), **options, **self._kwargs, "sentence_transformers": __version__}
 
+    @property
+    def ends_normalized(self) -> bool:
+        """Whether rows have length 1."""
+        last = [type(module).__name__ for module in own_modules(self._rest).values()][-1:]
+        return last == ["Normalize"] and self._truncate is None
+
     def tokenize(self, texts: Sequence[str]) -> list[TextFeatures]:
         """What each text is to the first module, prompt and special tokens included."""
         prompt = self.prompt or None
@@ -162,7 +168,7 @@ class ModuleEncoder:
             rows = self._together(ids)
         else:
             rows = [self._first(dict(text.content), **self._kwargs) for text in ids]
-        with _one_thread():
+        with one_thread():
             return [self._finished(row) for row in rows]
 
     @property
@@ -257,17 +263,6 @@ def _is_head(module: nn.Module) -> bool:
     return isinstance(module, PackedHead)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """torch's matmuls give other bits by other numbers of threads; packed transformers do not."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _load(folder: Path, kind: str, dtype: str | None, why: str) -> Any:
     try:
         library: Any = import_module("sentence_transformers")
@@ -284,7 +279,8 @@ def _load(folder: Path, kind: str, dtype: str | None, why: str) -> Any:
             loaded = {name: getattr(p, "_is_hf_initialized", False) for name, p in module.named_parameters()}
             if loaded and not any(loaded.values()):
                 raise ValueError(f"{folder}: this transformers does not say which weights were in the files")
-            check_complete(folder, module, [name for name, was_there in loaded.items() if not was_there])
+            missing = (name for name, was_there in loaded.items() if not was_there)
+            check_complete(folder, module, missing, unread=UNREAD)
     return model
 
 

@@ -29,9 +29,14 @@ _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+EMBEDS: dict[str, Any] = {  # what the Transformer of an embedding model says of itself, or leaves out
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
+}
 _SENTENCE = "sentence_embedding"
 DENSE, SPARSE, TOKENS = "SentenceTransformer", "SparseEncoder", "MultiVectorEncoder"  # kinds of models, by their class
+SCORES = "CrossEncoder"  # and the one that gives scores
 _WEIGHTS = (".safetensors", ".bin")
 _CONFIGS = (".json", ".txt", ".model", ".jinja")  # vocabularies and merges are among them
 _PAGES = (".md", ".png", ".jpg", ".jpeg", ".svg", ".gif")
@@ -96,9 +101,9 @@ class Recipe:
         """What the folder says; where it names no modules, what sentence-transformers makes of a plain model."""
         about = _about(folder)
         if not (folder / "modules.json").exists():
-            _check_transformer(folder, folder)
+            check_transformer(folder, folder)
             return cls(folder, (folder,), pooling=_plain_pooling(folder), is_plain=True)
-        modules = [_Module.of(folder, entry) for entry in _json(folder / "modules.json", list)]
+        modules = [_Module.of(folder, entry) for entry in read_json(folder / "modules.json", list)]
         unknown = [module.type for module in modules if not module.is_known]
         if unknown:
             raise NotPlain(
@@ -106,23 +111,19 @@ class Recipe:
                 f"it knows sentence-transformers' {', '.join(_KNOWN)}"
             )
         first, pooling, *rest = _in_order(folder, modules)
-        _check_transformer(folder, first.folder)
-        options = _transformer_options(first.folder)
+        check_transformer(folder, first.folder)
+        options = transformer_options(first.folder)
         folders = dict.fromkeys([folder, *(module.folder for module in modules if module.folder.is_dir())])
         return cls(
             first.folder, tuple(folders), options.get("max_seq_length") or None, bool(options.get("do_lower_case")),
             _pooling(pooling.folder / "config.json"),
             tuple(_dense(m.folder) if m.kind == "Dense" else _normalize(m.folder) for m in rest),
-            about.get("truncate_dim"), _prompts(about), about.get("default_prompt_name"),
+            about.get("truncate_dim"), prompts_of(about), about.get("default_prompt_name"),
         )  # fmt: skip
 
     def identity(self) -> dict[str, str]:
         """Hashes of the files that the model is loaded from. Weights are read in full, about a second for each GB."""
-        files = [path for folder in self.folders for path in sorted(folder.iterdir()) if path.is_file()]
-        return {
-            "weights": _hash(path for path in files if path.suffix in _WEIGHTS),
-            "config": _hash(path for path in files if path.suffix in _CONFIGS),
-        }
+        return identity_of(self.folders)
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,15 @@ class Wish:
             named = ", ".join(map(repr, prompts)) or "none"
             raise ValueError(f"got the name of a prompt {name!r}, expected one of the model's: {named}")
         return prompts[name] or ""
+
+
+def identity_of(folders: Iterable[Path]) -> dict[str, str]:
+    """Hashes of the weights in some folders, and of what is beside them."""
+    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+    return {
+        "weights": _hash(path for path in files if path.suffix in _WEIGHTS),
+        "config": _hash(path for path in files if path.suffix in _CONFIGS),
+    }
 
 
 def identity_of_all(folder: Path) -> dict[str, str]:
@@ -228,13 +238,13 @@ def _in_order(folder: Path, modules: list[_Module]) -> list[_Module]:
 
 def _plain_pooling(folder: Path) -> Pooling:
     """The last token of a causal language model, the mean of others."""
-    config = _json(folder / "config.json", dict)
+    config = read_json(folder / "config.json", dict)
     architectures = config.get("architectures") or [""]
     causal = str(architectures[0]).endswith("ForCausalLM") and config.get("is_causal", True)
     return Pooling(("lasttoken" if causal else "mean",))
 
 
-def _check_transformer(folder: Path, transformer: Path) -> None:
+def check_transformer(folder: Path, transformer: Path) -> None:
     if not (transformer / "config.json").exists():
         raise ValueError(
             f"got the model {folder}, expected a folder with config.json, a tokenizer and weights, as transformers or "
@@ -249,7 +259,7 @@ def _check_transformer(folder: Path, transformer: Path) -> None:
 JsonT = TypeVar("JsonT", dict[str, Any], list[Any])
 
 
-def _json(path: Path, kind: type[JsonT]) -> JsonT:
+def read_json(path: Path, kind: type[JsonT]) -> JsonT:
     """The object or list in a file; an empty one where there is no file."""
     if not path.exists():
         return kind()
@@ -262,33 +272,31 @@ def _json(path: Path, kind: type[JsonT]) -> JsonT:
     return value
 
 
-def _transformer_options(folder: Path) -> dict[str, Any]:
-    """The options of the Transformer; those that would change the result in ways unknown here are refused."""
-    path = next((folder / name for name in _TRANSFORMER_CONFIGS if _json(folder / name, dict)), folder / "none")
-    options = _json(path, dict)
+def transformer_options(folder: Path, what: dict[str, Any] = EMBEDS) -> dict[str, Any]:
+    """The options of a Transformer that does `what`; those that would change it in ways unknown here are refused."""
+    path = next((folder / name for name in _TRANSFORMER_CONFIGS if read_json(folder / name, dict)), folder / "none")
+    options = read_json(path, dict)
     expected = {
-        "transformer_task": "feature-extraction",
-        "modality_config": _TEXT,
-        "module_output_name": "token_embeddings",
+        **what,
         "processing_kwargs": {},
         **{f"{what}_{end}": {} for what in ("config", "tokenizer", "processor") for end in ("args", "kwargs")},
     }
     for name, value in expected.items():
         given = options.get(name) or value
         if given != value:
-            raise NotPlain(f"{path}: {name} = {given!r} is not supported by weft embed, expected {value!r}")
+            raise NotPlain(f"{path}: {name} = {given!r} is not supported here, expected {value!r}")
     for name in sorted(set(options) - {*expected, *_READ, "model_args", "model_kwargs"}):
         if options[name] is not None:
-            raise NotPlain(f"{path}: {name} = {options[name]!r} is not known to weft embed")
+            raise NotPlain(f"{path}: {name} = {options[name]!r} is not known here")
     for name in ("model_args", "model_kwargs"):
         unknown = sorted(set(options.get(name) or {}) - _HARMLESS)
         if unknown:
-            raise NotPlain(f"{path}: {name} with {', '.join(unknown)} is not supported by weft embed")
+            raise NotPlain(f"{path}: {name} with {', '.join(unknown)} is not supported here")
     return options
 
 
 def _pooling(path: Path) -> Pooling:
-    config = _json(path, dict)
+    config = read_json(path, dict)
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for key, mode in _OLD_POOLINGS.items() if config.get(key)] or ["mean"]
@@ -305,7 +313,7 @@ def _pooling(path: Path) -> Pooling:
 
 def _dense(folder: Path) -> DenseRecipe:
     path = folder / "config.json"
-    config = _json(path, dict)
+    config = read_json(path, dict)
     _check_names(path, config)
     named = str(config.get("activation_function") or "torch.nn.modules.activation.Tanh")
     module, _, activation = named.rpartition(".")
@@ -320,7 +328,7 @@ def _dense(folder: Path) -> DenseRecipe:
 
 
 def _normalize(folder: Path) -> Normalize:
-    _check_names(folder / "config.json", _json(folder / "config.json", dict))
+    _check_names(folder / "config.json", read_json(folder / "config.json", dict))
     return Normalize()
 
 
@@ -334,13 +342,13 @@ def _check_names(path: Path, config: dict[str, Any]) -> None:
 # ---- config_sentence_transformers.json -------------------------------------------------------------------------------
 
 
-_ABOUT = "config_sentence_transformers.json"
-_OTHERS = {"CrossEncoder": "it scores pairs of texts: weft.pack(CrossEncoder(folder)).predict(pairs)"}
+ABOUT = "config_sentence_transformers.json"
+_OTHERS = {SCORES: "it scores texts and pairs of texts: weft rerank and weft classify take it"}
 
 
 def kind_of(folder: Path) -> str:
     """The class of the folder's model, which says what a text becomes: `DENSE`, `SPARSE` or `TOKENS`."""
-    kind = str(_json(folder / _ABOUT, dict).get("model_type", DENSE))
+    kind = str(read_json(folder / ABOUT, dict).get("model_type", DENSE))
     if kind not in (DENSE, SPARSE, TOKENS):
         remedy = _OTHERS.get(kind, "load it by the library that saved it")
         raise ValueError(f"{folder} holds a {kind}, expected a {DENSE}, {SPARSE} or {TOKENS}; {remedy}")
@@ -348,11 +356,11 @@ def kind_of(folder: Path) -> str:
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    path = folder / _ABOUT
-    about = _json(path, dict)
+    path = folder / ABOUT
+    about = read_json(path, dict)
     kind = kind_of(folder)
     default = about.get("default_prompt_name")
-    if default is not None and default not in _prompts(about):
+    if default is not None and default not in prompts_of(about):
         raise ValueError(f"{path}: the default_prompt_name is {default!r}, which is none of its prompts")
     _check_requirements(path, about.get("requirements") or {})
     if kind != DENSE:
@@ -360,7 +368,7 @@ def _about(folder: Path) -> dict[str, Any]:
     return about
 
 
-def _prompts(about: dict[str, Any]) -> dict[str, str]:
+def prompts_of(about: dict[str, Any]) -> dict[str, str]:
     """sentence-transformers has empty ones for queries and documents where the folder has none."""
     given = {str(name): str(prompt or "") for name, prompt in (about.get("prompts") or {}).items()}
     return {"query": "", "document": "", **given}
