@@ -67,6 +67,21 @@ def test_a_search_ends_next_to_what_a_server_can_do(limit: float, steps: int) ->
         assert limit <= search.found * width * (1 + 1e-9) or limit > 256
 
 
+def test_a_search_in_which_nothing_passes_goes_lower_and_ends() -> None:
+    first = search = RateSearch(10.0, 30.0, steps=3)
+    tried = []
+    while not search.is_done:
+        tried.append(search.rate)
+        search = search.tell(search.rate <= 2.0).lower_if_none(first)
+    assert search.found is not None
+    assert 1.0 < search.found <= 2.0
+    search = first
+    for _ in range(20):
+        search = search.tell(False).lower_if_none(first)
+    assert search.is_done
+    assert search.found is None
+
+
 def test_a_search_refuses_rates_in_the_wrong_order() -> None:
     with pytest.raises(ValueError, match="expected the first to be the smaller"):
         RateSearch(2.0, 1.0, 3)

@@ -1,8 +1,8 @@
 """`weft serve` against the servers that people use, under load, and against itself without HTTP.
 
-Servers are processes with as many threads each; the client runs beside them on the same machine. "closed" is so many
-requests at a time, "sustained" the most requests a second, at random times, of which 99 in 100 are answered within one
-limit. The limit is the p99 that sentence-transformers has at half of what it can do, and a tenth.
+Servers are processes with as many threads each; the client runs beside them on the same machine. Some loads
+have so many requests at a time; others find the most requests a second, at random times, of which 99 in 100 are
+answered within one limit. The limit is the p99 that sentence-transformers has at half of what it can do, and a tenth.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from weft.bench.harness import BenchOptions, column
@@ -29,21 +30,16 @@ HELP = "embeddings over HTTP against sentence-transformers behind FastAPI, vLLM'
 SATURATING = 32  # requests at a time that show what a server can do
 TEXTS = 600
 SHORT = 16  # tokens of a request alone
-SOAK_LONGEST = 128  # tokens: 10,000 requests are to end
 COLUMNS = [
     Column("case", "case"),
     Column("system", "system"),
-    Column("requests_s", "requests/s", form=".1f"),
-    Column("tokens_s", "tokens/s", form=",.0f"),
-    Column("p50_ms", "p50 ms", form=".1f"),
-    Column("p95_ms", "p95 ms", form=".1f"),
-    Column("p99_ms", "p99 ms", form=".1f"),
+    Column("requests_s", "req/s", form=".1f"),
+    Column("tokens_s", "tokens/s", form=".0f"),
+    Column("p50_ms", "p50 ms", form=".0f"),
+    Column("p99_ms", "p99 ms", form=".0f"),
     Column("vs_weft", "weft / it", form=".2f", bar=True),
-    Column("rejected", "429", form=".0%"),
-    Column("errors", "errors"),
     Column("client_cores", "client cores", form=".2f"),
     Column("note", "note"),
-    Column("absent", "could not run"),
 ]
 
 
@@ -72,6 +68,7 @@ class AloneAmounts:
     offline_texts: int
     overload_seconds: float
     soak_requests: int
+    soak_longest: int  # tokens
     command_texts: int
     command_rounds: int
 
@@ -93,14 +90,15 @@ FULL = (
         "BERT-base", workload.bert_base, (1, SATURATING), 64, SearchEffort(60, 20.0, steps=4, rounds=1, retries=3), 16
     ),
 )
-QUICK_AMOUNTS = AloneAmounts(3, 64, 4.0, 400, 200, 1)
-FULL_AMOUNTS = AloneAmounts(7, 400, 8.0, 10_000, 3000, 3)
+QUICK_AMOUNTS = AloneAmounts(3, 64, 4.0, 1200, 32, 200, 1)
+FULL_AMOUNTS = AloneAmounts(7, 400, 8.0, 10_000, 128, 3000, 3)
 
 
 def run(options: BenchOptions) -> Report:
     """The rows of the claim; the quick form has one model and few requests."""
     plans, amounts = ((QUICK,), QUICK_AMOUNTS) if options.quick else (FULL, FULL_AMOUNTS)
     threads, rows = thread_count(0), list[Row]()
+    import_module("transformers.utils.logging").disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as name:
         home = Path(name)
         for plan in plans:
@@ -146,7 +144,7 @@ def closed_rows(model: str, concurrency: int, loads: Mapping[str, LoadResult]) -
     rates = {name: len(load.latencies) / load.seconds for name, load in loads.items()}
     return [
         {
-            "case": f"{model}, closed, {concurrency} at a time", "figure": "closed", "model": model,
+            "case": f"{model}, {concurrency} at a time", "figure": "closed", "model": model,
             "concurrency": concurrency, "system": name, **load.row(), "vs_weft": _over(rates[WEFT], rates[name]),
         }
         for name, load in loads.items()
@@ -157,7 +155,7 @@ def sustained_rows(
     model: str, limit: float, found: Mapping[str, Sustained], absent: Mapping[str, str]
 ) -> list[Row]:  # fmt: skip
     """A row a server, and one for each that could not run."""
-    common = {"case": f"{model}, sustained, p99 within {limit * 1e3:.0f} ms", "figure": "sustained", "model": model}
+    common = {"case": f"{model}, p99 in {limit * 1e3:.0f} ms", "figure": "sustained", "model": model}
     rows: list[Row] = []
     for name, one in found.items():
         load = {} if one.load is None else one.load.row()
@@ -167,7 +165,8 @@ def sustained_rows(
             {**common, "limit_ms": limit * 1e3, "system": name, **load, **rates, "disturbed": one.disturbed,
              "vs_weft": None if name == WEFT else _over(found[WEFT].rate, one.rate), "note": note}
         )  # fmt: skip
-    return rows + [{**common, "system": name, "absent": why} for name, why in absent.items()]
+    missing = [{"system": name, "absent": why, "note": f"could not run: {why}"} for name, why in absent.items()]
+    return rows + [{**common, **one} for one in missing]
 
 
 def _over(ours: float, theirs: float) -> float | None:
@@ -180,7 +179,7 @@ def alone_rows(
     """weft's server by itself."""
     server, encoder = lineup.servers[WEFT], lineup.encoder
     short = min(texts, key=lambda text: abs(text.tokens - SHORT))
-    few = mixed_texts(folder, 300, longest=SOAK_LONGEST)
+    few = mixed_texts(folder, 300, longest=amounts.soak_longest)
     return [
         overhead_row(server, encoder, short, rounds=amounts.rounds),
         offline_row(server, encoder, texts[: amounts.offline_texts], home, rounds=amounts.rounds // 2 + 1),

@@ -162,7 +162,7 @@ class ServerLineup:
                         continue  # again in the next turn
                     rates, best = ((search.rate,), load) if passes else (before.rates, before.load)
                     found[server.name] = Sustained(rates, best, before.disturbed + is_disturbed)
-                    open_searches[server.name] = search.tell(passes)
+                    open_searches[server.name] = search.tell(passes).lower_if_none(searches[server.name])
         return found
 
     @contextmanager

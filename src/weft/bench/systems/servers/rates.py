@@ -84,6 +84,16 @@ class RateSearch:
             return RateSearch(self.rate, self.high, self.steps - 1, True)
         return RateSearch(self.low, self.rate, self.steps - 1, self.passed)
 
+    def lower_if_none(self, first: RateSearch) -> RateSearch:
+        """This search; where it ended and no rate passed, one below it, down to a thirtieth of where `first` began.
+
+        >>> RateSearch(10.0, 20.0, steps=0).lower_if_none(RateSearch(10.0, 30.0, steps=4))
+        RateSearch(low=2.5, high=10.0, steps=2, passed=False)
+        """
+        if not self.is_done or self.passed or self.low <= first.low / 30:
+            return self
+        return RateSearch(self.low / 4, self.low, max(1, first.steps // 2))
+
 
 @dataclass(frozen=True)
 class Slope:
