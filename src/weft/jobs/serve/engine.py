@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weft.jobs.serve.errors import Problem, Refusal
+from weft.jobs.serve.errors import Problem, RequestError
 from weft.jobs.serve.queue import QueuedText, TextQueue, Ticket
 
 
@@ -72,7 +72,7 @@ class ComputeEngine:
         texts = [QueuedText(ticket, i, content, tokens, now) for i, (content, tokens) in enumerate(contents)]
         with self._ready:
             if self._is_closing or not self._thread.is_alive():
-                raise Refusal(Problem.UNHEALTHY, "the server is stopping")
+                raise RequestError(Problem.UNHEALTHY, "the server is stopping")
             self._queues[model].add(texts)
             self._ready.notify()
         return ticket

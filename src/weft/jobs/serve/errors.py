@@ -44,7 +44,7 @@ class Dialect(Enum):
     COHERE = "cohere"
 
 
-class Refusal(Exception):
+class RequestError(Exception):
     """What a client is told instead of a result. `param` is the field at fault, if there is one."""
 
     def __init__(self, problem: Problem, message: str, *, param: str | None = None) -> None:
@@ -52,7 +52,7 @@ class Refusal(Exception):
         self.problem, self.message, self.param = problem, message, param
 
 
-def body_of(refusal: Refusal, dialect: Dialect) -> tuple[int, dict[str, Any]]:
+def body_of(refusal: RequestError, dialect: Dialect) -> tuple[int, dict[str, Any]]:
     """Status and body."""
     problem = refusal.problem
     if dialect is Dialect.TEI:
@@ -64,20 +64,20 @@ def body_of(refusal: Refusal, dialect: Dialect) -> tuple[int, dict[str, Any]]:
     return status, {"error": error}
 
 
-def refused(refusal: Refusal, dialect: Dialect) -> Response:
+def refused(refusal: RequestError, dialect: Dialect) -> Response:
     """The response."""
     status, body = body_of(refusal, dialect)
     headers = {"www-authenticate": "Bearer"} if status == 401 else {"retry-after": "1"} if status == 429 else None
     return Response(orjson.dumps(body), status, headers, "application/json")
 
 
-def invalid(error: ValidationError) -> Refusal:
+def invalid(error: ValidationError) -> RequestError:
     """Of a body that is not JSON, or not what the route takes. What was given is not repeated: it may be a text."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = found[0]
     if first["type"] == "json_invalid":
-        return Refusal(Problem.SYNTAX, f"the body is not JSON: {first['msg']}")
+        return RequestError(Problem.SYNTAX, f"the body is not JSON: {first['msg']}")
     path = ".".join(str(part) for part in first["loc"])
     param = str(first["loc"][0]) if first["loc"] else None
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return Refusal(Problem.FIELDS, f"{path or 'the body'}: {first['msg']}{more}", param=param)
+    return RequestError(Problem.FIELDS, f"{path or 'the body'}: {first['msg']}{more}", param=param)

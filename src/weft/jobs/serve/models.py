@@ -20,7 +20,7 @@ from weft.jobs.embed import Encoder, ModuleEncoder, open_encoder
 from weft.jobs.embed.encoder import normalize
 from weft.jobs.embed.recipe import SPARSE, TOKENS
 from weft.jobs.embed.scorer import Scorer, is_scorer
-from weft.jobs.serve.errors import Problem, Refusal
+from weft.jobs.serve.errors import Problem, RequestError
 from weft.jobs.serve.options import ModelChoice
 from weft.jobs.serve.tokens import Direction, Pair, RequestTokenizer
 from weft.packed.batch import PackedBatch
@@ -77,9 +77,9 @@ class ServedModel(ABC):
     def check(self, ask: Ask) -> None:
         """Raises where the model cannot do that."""
         if ask.task not in self.tasks:
-            raise Refusal(Problem.BACKEND, f"model is not {ask.task.value}")
+            raise RequestError(Problem.BACKEND, f"model is not {ask.task.value}")
         if ask.dimensions is not None and not 1 <= ask.dimensions <= self.width:
-            raise Refusal(
+            raise RequestError(
                 Problem.FIELDS,
                 f"got {ask.dimensions} dimensions, expected from 1 to the model's {self.width}",
                 param="dimensions",
@@ -95,7 +95,9 @@ class ServedModel(ABC):
 
     def prompt_of(self, name: str) -> str:
         """The prompt of this name."""
-        raise Refusal(Problem.FIELDS, f"got the prompt_name {name!r}, but {self.name} has none", param="prompt_name")
+        raise RequestError(
+            Problem.FIELDS, f"got the prompt_name {name!r}, but {self.name} has none", param="prompt_name"
+        )
 
     @abstractmethod
     def tokenizer(self) -> RequestTokenizer:
@@ -118,7 +120,9 @@ class PlainModel(ServedModel):
         prompts = self._encoder.recipe.prompts
         if name not in prompts:
             known = ", ".join(map(repr, prompts)) or "none"
-            raise Refusal(Problem.FIELDS, f"got the prompt_name {name!r}, expected one of {known}", param="prompt_name")
+            raise RequestError(
+                Problem.FIELDS, f"got the prompt_name {name!r}, expected one of {known}", param="prompt_name"
+            )
         return prompts[name]
 
     def tokenizer(self) -> RequestTokenizer:
@@ -159,7 +163,7 @@ class ModuleModel(ServedModel):
         self._lock = threading.Lock()  # their tokenizers are set anew in each call
 
     def tokenizer(self) -> RequestTokenizer:
-        raise Refusal(Problem.BACKEND, f"{self.name} is computed by modules that have a tokenizer of their own")
+        raise RequestError(Problem.BACKEND, f"{self.name} is computed by modules that have a tokenizer of their own")
 
     def prepare(self, given: Sequence[Given], ask: Ask) -> list[tuple[TextContent, int]]:
         self.check(ask)
@@ -172,7 +176,7 @@ class ModuleModel(ServedModel):
             "dimensions": ask.dimensions not in (None, self.width),
         }
         if asked := [name for name, is_asked in refused.items() if is_asked]:
-            raise Refusal(
+            raise RequestError(
                 Problem.BACKEND, f"{self.name} is computed by modules of its own: no {', '.join(asked)} there"
             )
         with self._lock:
@@ -209,7 +213,7 @@ class ScoringModel(ServedModel):
         inputs = self._scorer.prompted(texts)
         found = self._scorer.read(self._tokenizer.encodings(inputs, truncate=ask.truncate, direction=ask.direction))
         if any(not len(tokens) for tokens in found):
-            raise Refusal(Problem.TOKENIZER, "got a text without tokens, of which a classifier can read none")
+            raise RequestError(Problem.TOKENIZER, "got a text without tokens, of which a classifier can read none")
         return [(TextContent(tokens, ask, ""), len(tokens)) for tokens in found]
 
     def run(self, contents: Sequence[TextContent]) -> list[Any]:
@@ -246,7 +250,7 @@ def prepared_ids(tokenizer: RequestTokenizer, given: Sequence[Given], ask: Ask, 
         texts: Any = given
         return tokenizer.ids(texts, prompt=prompt, truncate=ask.truncate, direction=ask.direction)
     if ask.prompt_name is not None:
-        raise Refusal(Problem.FIELDS, "got ids and a prompt_name, expected texts with it", param="prompt_name")
+        raise RequestError(Problem.FIELDS, "got ids and a prompt_name, expected texts with it", param="prompt_name")
     found = []
     for one in given:
         if isinstance(one, str):
@@ -281,5 +285,5 @@ def _checked(values: Tensor) -> Any:
     """As numpy has it; a refusal where it holds what is no number: JSON has none for that."""
     array = values.numpy()
     if not np.isfinite(array).all():
-        return Refusal(Problem.BACKEND, "the model gave NaN or infinity for a text")
+        return RequestError(Problem.BACKEND, "the model gave NaN or infinity for a text")
     return array

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from weft.jobs.serve.board import Board, RequestFigures, WorkerBoard
 from weft.jobs.serve.engine import BatchFigures, ComputeEngine
-from weft.jobs.serve.errors import Problem, Refusal, invalid
+from weft.jobs.serve.errors import Problem, RequestError, invalid
 from weft.jobs.serve.models import Ask, Given, ServedModel, Task
 from weft.jobs.serve.options import ServeOptions
 
@@ -52,7 +52,7 @@ class Answer:
         }
 
 
-class Service:
+class TextService:
     """The models of a worker. Made in its event loop."""
 
     def __init__(self, models: Mapping[str, ServedModel], options: ServeOptions, board: Board, index: int = 0) -> None:
@@ -90,7 +90,9 @@ class Service:
             return
         given = request.headers.get("authorization", "").encode("latin-1", "replace")
         if not hmac.compare_digest(given, self._key):
-            raise Refusal(Problem.UNAUTHORIZED, "expected the header `Authorization: Bearer` with the server's key")
+            raise RequestError(
+                Problem.UNAUTHORIZED, "expected the header `Authorization: Bearer KEY`"
+            )
 
     async def body(self, request: Request, kind: type[BodyT]) -> BodyT:
         """The body of a request, checked. It is never held beyond the limit, and must come in time."""
@@ -100,14 +102,14 @@ class Service:
         except ValidationError as error:
             raise invalid(error) from error
         except RecursionError as error:
-            raise Refusal(Problem.SYNTAX, "the body is nested too deeply") from error
+            raise RequestError(Problem.SYNTAX, "the body is nested too deeply") from error
 
     def model(self, name: str | None, task: Task | None = None) -> ServedModel:
         """The model of this name; without one, the first that can do it, or else the first."""
         if name is not None:
             if name not in self.models:
                 known = ", ".join(map(repr, self.models))
-                raise Refusal(
+                raise RequestError(
                     Problem.UNKNOWN_MODEL, f"The model {name!r} does not exist; here is {known}", param="model"
                 )
             return self.models[name]
@@ -117,20 +119,20 @@ class Service:
     def check_size(self, count: int, what: str = "inputs") -> None:
         """Raises where a request has no texts, or too many."""
         if not count:
-            raise Refusal(Problem.EMPTY, f"`{what}` cannot be empty", param=what)
+            raise RequestError(Problem.EMPTY, f"`{what}` cannot be empty", param=what)
         most = self.options.max_client_batch_size
         if count > most:
-            raise Refusal(Problem.TOO_LARGE, f"batch size {count} > maximum allowed batch size {most}", param=what)
+            raise RequestError(Problem.TOO_LARGE, f"batch size {count} > maximum allowed batch size {most}", param=what)
 
     async def compute(
         self, request: Request, model: ServedModel, given: Sequence[Given], ask: Ask, *, method: str = "batch"
     ) -> Answer:
-        """The results of texts. Raises `Refusal`; a client that leaves takes its texts out of the queue."""
+        """The results of texts. Raises `RequestError`; a client that leaves takes its texts out of the queue."""
         start = time.perf_counter()
         self.figures.count("te_request_count", method)
         model.check(ask)
         if self._in_flight >= self.options.max_concurrent_requests:
-            raise Refusal(Problem.OVERLOADED, "Model is overloaded")
+            raise RequestError(Problem.OVERLOADED, "Model is overloaded")
         self._in_flight += 1
         self.figures.gauge("weft_requests_in_flight", self._in_flight)
         try:
@@ -162,11 +164,11 @@ class Service:
             if leaving.done() and not leaving.cancelled():
                 raise ClientDisconnect from None
             raise
-        except Refusal:
+        except RequestError:
             raise
         except Exception as error:
             _log.exception("a batch failed")
-            raise Refusal(Problem.BACKEND, f"Inference failed: {type(error).__name__}") from error
+            raise RequestError(Problem.BACKEND, f"Inference failed: {type(error).__name__}") from error
         finally:
             leaving.cancel()
         self.figures.count(f"{kind}_success", by=len(given))
@@ -191,19 +193,19 @@ async def _in_time(reading: Awaitable[bytes]) -> bytes:
     try:
         return await asyncio.wait_for(reading, _BODY_SECONDS)
     except asyncio.TimeoutError as error:
-        raise Refusal(Problem.SLOW, f"the body did not come within {_BODY_SECONDS:.0f} s") from error
+        raise RequestError(Problem.SLOW, f"the body did not come within {_BODY_SECONDS:.0f} s") from error
 
 
 async def _read(request: Request, limit: int) -> bytes:
     """The body. One that is too long is not read to its end."""
     said = request.headers.get("content-length", "")
     if said.isdigit() and int(said) > limit:
-        raise Refusal(Problem.TOO_LARGE, f"the body has {said} bytes, expected at most {limit}")
+        raise RequestError(Problem.TOO_LARGE, f"the body has {said} bytes, expected at most {limit}")
     parts, length = [], 0
     async for part in request.stream():
         length += len(part)
         if length > limit:
-            raise Refusal(Problem.TOO_LARGE, f"the body has more than {limit} bytes, which is the limit")
+            raise RequestError(Problem.TOO_LARGE, f"the body has more than {limit} bytes, which is the limit")
         parts.append(part)
     return b"".join(parts)
 

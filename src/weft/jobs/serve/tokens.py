@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
-from weft.jobs.serve.errors import Problem, Refusal
+from weft.jobs.serve.errors import Problem, RequestError
 
 Direction = Literal["right", "left"] | None  # of the end that is cut; None is the tokenizer's own
 ResultT = TypeVar("ResultT")
@@ -39,7 +39,7 @@ class RequestTokenizer:
         if not truncate and self._max_length is not None:
             for encoding in found:
                 if len(encoding.ids) >= self._max_length and encoding.overflowing:
-                    raise Refusal(Problem.TOO_LARGE, self._too_long(encoding), param="input")
+                    raise RequestError(Problem.TOO_LARGE, self._too_long(encoding), param="input")
         return found
 
     def _too_long(self, encoding: Any) -> str:
@@ -53,12 +53,12 @@ class RequestTokenizer:
     def check(self, ids: Sequence[int], *, truncate: bool, direction: Direction = None) -> list[int]:
         """Ids that a request gave, which are taken as they are: the model's own, special tokens included."""
         if bad := next((i for i in ids if not 0 <= i < self.vocabulary), None):
-            raise Refusal(Problem.TOKENIZER, f"got the id {bad}, expected one from 0 to {self.vocabulary - 1}")
+            raise RequestError(Problem.TOKENIZER, f"got the id {bad}, expected one from 0 to {self.vocabulary - 1}")
         most = self._max_length
         if most is None or len(ids) <= most:
             return list(ids)
         if not truncate:
-            raise Refusal(
+            raise RequestError(
                 Problem.TOO_LARGE,
                 f"Input validation error: `inputs` must have less than {most} tokens. Given: {len(ids)}",
                 param="input",
@@ -96,4 +96,4 @@ def _called(call: Callable[[], ResultT]) -> ResultT:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise Refusal(Problem.TOKENIZER, f"Tokenization error: {type(error).__name__}") from error
+        raise RequestError(Problem.TOKENIZER, f"Tokenization error: {type(error).__name__}") from error

@@ -1,8 +1,8 @@
 """Processes: one that serves, or several that share a port, and the one that loads the weights for all and watches.
 
 The weights are loaded and packed once, before the others are forked, which see the same memory. Up to then there must
-be one thread only: those of OpenMP do not survive a fork. All have sockets of their own on one port (SO_REUSEPORT); that
-of the first process only keeps the port. Nothing has a name, so one that is killed leaves nothing behind.
+be one thread only: those of OpenMP do not survive a fork. All have sockets of their own on one port (SO_REUSEPORT);
+that of the first process only keeps the port. Nothing has a name, so one that is killed leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.jobs.serve.board import Board
 from weft.jobs.serve.http.app import make_app
 from weft.jobs.serve.models import ServedModel, open_model, warm_up
 from weft.jobs.serve.options import ServeOptions
-from weft.jobs.serve.service import Service
+from weft.jobs.serve.service import TextService
 from weft.lab.linux import die_with_parent
 
 _log = logging.getLogger("weft.serve")
@@ -224,7 +224,7 @@ def _run(
     """One worker, from its first request to its last; its exit code."""
     # A thread waits for the interpreter after each native call: not 5 ms, while requests are read.
     sys.setswitchinterval(0.0005)
-    held: list[Service] = []
+    held: list[TextService] = []
     config = uvicorn.Config(
         make_app(lambda: held[0]), access_log=options.log_requests, lifespan="off", server_header=False,
         log_level="info" if options.log_requests else "warning", backlog=2048, ws="none",
@@ -233,7 +233,7 @@ def _run(
     server = _Server(config, started)
 
     async def main() -> bool:
-        service = Service(models, options, board, number)
+        service = TextService(models, options, board, number)
         held.append(service)
 
         def stop() -> None:

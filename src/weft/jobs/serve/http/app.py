@@ -13,15 +13,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.jobs.serve.errors import Dialect, Problem, Refusal, refused
+from weft.jobs.serve.errors import Dialect, Problem, RequestError, refused
 from weft.jobs.serve.http import cohere, openai, pages, tei
-from weft.jobs.serve.http.routes import Routes
-from weft.jobs.serve.service import Service
+from weft.jobs.serve.http.routes import HttpRoutes
+from weft.jobs.serve.service import TextService
 
-_ALL: tuple[Routes, ...] = (openai.routes, tei.routes, cohere.routes, pages.routes)
+_ALL: tuple[HttpRoutes, ...] = (openai.routes, tei.routes, cohere.routes, pages.routes)
 
 
-def make_app(service: Callable[[], Service]) -> FastAPI:
+def make_app(service: Callable[[], TextService]) -> FastAPI:
     """The application; `service` is there when the first request is."""
     # No page of FastAPI's own: theirs loads scripts from elsewhere.
     app = FastAPI(title="weft serve", docs_url=None, redoc_url=None, openapi_url=None)
@@ -33,7 +33,7 @@ def make_app(service: Callable[[], Service]) -> FastAPI:
     async def openapi(request: Request) -> Response:
         try:
             service().check_key(request)
-        except Refusal as refusal:
+        except RequestError as refusal:
             return refused(refusal, Dialect.TEI)
         return Response(document, media_type="application/json")
 
@@ -41,7 +41,7 @@ def make_app(service: Callable[[], Service]) -> FastAPI:
     async def not_found(request: Request, error: HTTPException) -> Response:
         problem = Problem.NO_METHOD if error.status_code == 405 else Problem.NO_ROUTE
         dialect = Dialect.OPENAI if request.url.path.startswith("/v1/") else Dialect.TEI
-        answer = refused(Refusal(problem, f"{error.detail}; /docs lists the routes"), dialect)
+        answer = refused(RequestError(problem, f"{error.detail}; /docs lists the routes"), dialect)
         answer.headers.update(error.headers or {})
         return answer
 

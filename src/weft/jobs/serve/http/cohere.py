@@ -11,25 +11,25 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.jobs.serve.errors import Dialect, Problem, Refusal
-from weft.jobs.serve.http.routes import Routes, answered
+from weft.jobs.serve.errors import Dialect, Problem, RequestError
+from weft.jobs.serve.http.routes import HttpRoutes, answered
 from weft.jobs.serve.http.schemas import CohereErrorAnswer, RerankAnswer, RerankRequest
 from weft.jobs.serve.http.tei import by_score
 from weft.jobs.serve.models import Ask, Task
-from weft.jobs.serve.service import Service
+from weft.jobs.serve.service import TextService
 
-routes = Routes(Dialect.COHERE, CohereErrorAnswer, tag="Cohere and Jina")
+routes = HttpRoutes(Dialect.COHERE, CohereErrorAnswer, tag="Cohere and Jina")
 
 
 @routes.post("/v1/rerank", RerankRequest, RerankAnswer, also=("/v2/rerank",))
-async def rerank(service: Service, request: Request, body: RerankRequest) -> Response:
+async def rerank(service: TextService, request: Request, body: RerankRequest) -> Response:
     """The documents by how well they fit the query, the best first, `top_n` of them."""
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     if not texts:
-        raise Refusal(Problem.EMPTY, "`documents` cannot be empty", param="documents")
+        raise RequestError(Problem.EMPTY, "`documents` cannot be empty", param="documents")
     if body.max_tokens_per_doc is not None:
         message = "max_tokens_per_doc is not supported: query and document are cut to the model's length together"
-        raise Refusal(Problem.FIELDS, message, param="max_tokens_per_doc")
+        raise RequestError(Problem.FIELDS, message, param="max_tokens_per_doc")
     service.check_size(len(texts), "documents")
     pairs = [(body.query, text) for text in texts]
     model = service.model(body.model, Task.RERANK)

@@ -11,18 +11,18 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.jobs.serve.errors import Dialect, Problem, Refusal
-from weft.jobs.serve.http.routes import Routes, answered
+from weft.jobs.serve.errors import Dialect, Problem, RequestError
+from weft.jobs.serve.http.routes import HttpRoutes, answered
 from weft.jobs.serve.http.schemas import EmbeddingsAnswer, EmbeddingsRequest, ModelsAnswer, OpenAIErrorAnswer
 from weft.jobs.serve.models import Ask, Given, Task
-from weft.jobs.serve.service import Service
+from weft.jobs.serve.service import TextService
 
-routes = Routes(Dialect.OPENAI, OpenAIErrorAnswer, tag="OpenAI")
+routes = HttpRoutes(Dialect.OPENAI, OpenAIErrorAnswer, tag="OpenAI")
 _STARTED = int(time.time())
 
 
 @routes.post("/v1/embeddings", EmbeddingsRequest, EmbeddingsAnswer, also=("/embeddings",))
-async def embeddings(service: Service, request: Request, body: EmbeddingsRequest) -> Response:
+async def embeddings(service: TextService, request: Request, body: EmbeddingsRequest) -> Response:
     """Embed a text, texts, ids, or lists of ids. The vectors are those of `weft embed`, bit by bit."""
     texts = given_texts(body.input)
     model = service.model(body.model, Task.EMBED)
@@ -49,12 +49,12 @@ def given_texts(given: str | Sequence[Any]) -> Sequence[Given]:
     if given and isinstance(given[0], int):
         return [given]
     if any(not isinstance(one, str) and not len(one) for one in given):
-        raise Refusal(Problem.EMPTY, "`input` cannot contain a list without ids", param="input")
+        raise RequestError(Problem.EMPTY, "`input` cannot contain a list without ids", param="input")
     return given
 
 
 @routes.get("/v1/models", ModelsAnswer)
-async def models(service: Service, request: Request) -> Response:
+async def models(service: TextService, request: Request) -> Response:
     """The models that are served."""
     cards = [{"id": name, "object": "model", "created": _STARTED, "owned_by": "weft"} for name in service.models]
     return Response(orjson.dumps({"object": "list", "data": cards}), media_type="application/json")

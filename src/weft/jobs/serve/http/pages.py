@@ -9,39 +9,39 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.jobs.serve.errors import Dialect, Problem, Refusal
-from weft.jobs.serve.http.routes import Routes
+from weft.jobs.serve.errors import Dialect, Problem, RequestError
+from weft.jobs.serve.http.routes import HttpRoutes
 from weft.jobs.serve.http.schemas import TeiErrorAnswer
-from weft.jobs.serve.service import Service
+from weft.jobs.serve.service import TextService
 
-routes = Routes(Dialect.TEI, TeiErrorAnswer, tag="the server")
+routes = HttpRoutes(Dialect.TEI, TeiErrorAnswer, tag="the server")
 _HERE = Path(__file__).parent
 
 
 @routes.get("/health", None, also=("/ping",), is_open=True)
-async def health(service: Service, request: Request) -> Response:
+async def health(service: TextService, request: Request) -> Response:
     """Liveness: 200 while the engine runs, 503 where it is dead or stuck, and only a new start helps."""
     if not service.is_healthy:
-        raise Refusal(Problem.UNHEALTHY, "unhealthy")
+        raise RequestError(Problem.UNHEALTHY, "unhealthy")
     return Response()
 
 
 @routes.get("/ready", None)
-async def ready(service: Service, request: Request) -> Response:
+async def ready(service: TextService, request: Request) -> Response:
     """Readiness: 503 also while the server stops. It does not listen before its models are loaded and warm."""
     if service.is_draining or not service.is_healthy:
-        raise Refusal(Problem.UNHEALTHY, "not ready: stopping, or unhealthy")
+        raise RequestError(Problem.UNHEALTHY, "not ready: stopping, or unhealthy")
     return Response()
 
 
 @routes.get("/metrics", str)
-async def metrics(service: Service, request: Request) -> Response:
+async def metrics(service: TextService, request: Request) -> Response:
     """Figures of all workers, for Prometheus, by TEI's names."""
     return Response(service.board.prometheus(), media_type="text/plain; version=0.0.4")
 
 
 @routes.get("/stats", dict[str, Any])
-async def stats(service: Service, request: Request) -> Response:
+async def stats(service: TextService, request: Request) -> Response:
     """What the page shows, of all workers."""
     options = service.options
     content = {
@@ -52,13 +52,13 @@ async def stats(service: Service, request: Request) -> Response:
 
 
 @routes.get("/", str)
-async def page(service: Service, request: Request) -> Response:
+async def page(service: TextService, request: Request) -> Response:
     """Queue, tokens a second, latencies and batch fill, live."""
     return _html("page.html")
 
 
 @routes.get("/docs", str)
-async def docs(service: Service, request: Request) -> Response:
+async def docs(service: TextService, request: Request) -> Response:
     """The routes, and a form to try each."""
     return _html("docs.html")
 

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from weft.jobs.serve.errors import Dialect, Refusal, refused
-from weft.jobs.serve.service import Answer, Service
+from weft.jobs.serve.errors import Dialect, RequestError, refused
+from weft.jobs.serve.service import Answer, TextService
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 _REASONS = {
@@ -25,7 +25,7 @@ _GONE = Response(status_code=499)  # nobody reads it
 
 
 @dataclass(frozen=True)
-class Route:
+class HttpRoute:
     """A path, what is called, and what its document says."""
 
     path: str
@@ -36,36 +36,36 @@ class Route:
     is_open: bool  # without a key
 
 
-class Routes:
+class HttpRoutes:
     """The routes of one dialect."""
 
     def __init__(self, dialect: Dialect, error: type[BaseModel], *, tag: str) -> None:
         self.dialect, self._error, self._tag = dialect, error, tag
-        self.listed: list[Route] = []
+        self.listed: list[HttpRoute] = []
 
     def post(
         self, path: str, takes: type[BodyT], gives: Any, *, also: tuple[str, ...] = ()
-    ) -> Callable[[Callable[[Service, Request, BodyT], Awaitable[Response]]], Any]:
+    ) -> Callable[[Callable[[TextService, Request, BodyT], Awaitable[Response]]], Any]:
         """A function of the service, the request and its body."""
 
-        def add(call: Callable[[Service, Request, BodyT], Awaitable[Response]]) -> Any:
-            self.listed += [Route(each, "POST", call, takes, gives, False) for each in (path, *also)]
+        def add(call: Callable[[TextService, Request, BodyT], Awaitable[Response]]) -> Any:
+            self.listed += [HttpRoute(each, "POST", call, takes, gives, False) for each in (path, *also)]
             return call
 
         return add
 
     def get(
         self, path: str, gives: Any, *, also: tuple[str, ...] = (), is_open: bool = False
-    ) -> Callable[[Callable[[Service, Request], Awaitable[Response]]], Any]:
+    ) -> Callable[[Callable[[TextService, Request], Awaitable[Response]]], Any]:
         """A function of the service and the request."""
 
-        def add(call: Callable[[Service, Request], Awaitable[Response]]) -> Any:
-            self.listed += [Route(each, "GET", call, None, gives, is_open) for each in (path, *also)]
+        def add(call: Callable[[TextService, Request], Awaitable[Response]]) -> Any:
+            self.listed += [HttpRoute(each, "GET", call, None, gives, is_open) for each in (path, *also)]
             return call
 
         return add
 
-    def join(self, app: FastAPI, service: Callable[[], Service]) -> None:
+    def join(self, app: FastAPI, service: Callable[[], TextService]) -> None:
         """Adds them to an application; `service` is there when the first request is."""
         for route in self.listed:
             extra = {} if route.takes is None else {"requestBody": _document(route.takes)}
@@ -80,7 +80,7 @@ class Routes:
                 },
             )  # fmt: skip
 
-    def _endpoint(self, route: Route, find: Callable[[], Service]) -> Callable[[Request], Awaitable[Response]]:
+    def _endpoint(self, route: HttpRoute, find: Callable[[], TextService]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             service = find()
             try:
@@ -89,7 +89,7 @@ class Routes:
                 if route.takes is None:
                     return await route.call(service, request)
                 return await route.call(service, request, await service.body(request, route.takes))
-            except Refusal as refusal:
+            except RequestError as refusal:
                 service.figures.count("te_request_failure", refusal.problem.name.lower())
                 return refused(refusal, self.dialect)
             except ClientDisconnect:

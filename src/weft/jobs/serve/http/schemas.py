@@ -123,12 +123,12 @@ class PredictRequest(TruncationFields):
     raw_scores: bool = False
 
 
-class Prediction(AnswerBody):
+class LabelScore(AnswerBody):
     score: float
     label: str
 
 
-class RankRequest(TruncationFields):
+class RankTextsRequest(TruncationFields):
     """`POST /rerank` of TEI."""
 
     query: str

@@ -11,17 +11,17 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.jobs.serve.errors import Dialect, Problem, Refusal
-from weft.jobs.serve.http.routes import Routes, answered
+from weft.jobs.serve.errors import Dialect, Problem, RequestError
+from weft.jobs.serve.http.routes import HttpRoutes, answered
 from weft.jobs.serve.http.schemas import (
     DecodeRequest,
     EmbedAllRequest,
     EmbedRequest,
     EmbedSparseRequest,
-    Prediction,
+    LabelScore,
     PredictRequest,
-    RankRequest,
     RankRow,
+    RankTextsRequest,
     ServerInfo,
     SimilarityParameters,
     SimilarityRequest,
@@ -32,14 +32,14 @@ from weft.jobs.serve.http.schemas import (
     TruncationFields,
 )
 from weft.jobs.serve.models import Ask, Given, ServedModel, Task
-from weft.jobs.serve.service import Answer, Service
+from weft.jobs.serve.service import Answer, TextService
 from weft.jobs.serve.tokens import Direction
 
-routes = Routes(Dialect.TEI, TeiErrorAnswer, tag="TEI")
+routes = HttpRoutes(Dialect.TEI, TeiErrorAnswer, tag="TEI")
 
 
 @routes.post("/embed", EmbedRequest, list[list[float]])
-async def embed(service: Service, request: Request, body: EmbedRequest) -> Response:
+async def embed(service: TextService, request: Request, body: EmbedRequest) -> Response:
     """A vector for each text, of length 1 unless `normalize` is false."""
     wishes = {"normalize": body.normalize, "dimensions": body.dimensions}
     answer = await _embedded(service, request, body, Task.EMBED, wishes)
@@ -47,14 +47,14 @@ async def embed(service: Service, request: Request, body: EmbedRequest) -> Respo
 
 
 @routes.post("/embed_all", EmbedAllRequest, list[list[list[float]]])
-async def embed_all(service: Service, request: Request, body: EmbedAllRequest) -> Response:
+async def embed_all(service: TextService, request: Request, body: EmbedAllRequest) -> Response:
     """A vector for each token of each text: last hidden states, or what a model of several vectors gives."""
     answer = await _embedded(service, request, body, Task.TOKENS, {})
     return answered([_contiguous(rows) for rows in answer.results], answer)
 
 
 @routes.post("/embed_sparse", EmbedSparseRequest, list[list[SparseValue]])
-async def embed_sparse(service: Service, request: Request, body: EmbedSparseRequest) -> Response:
+async def embed_sparse(service: TextService, request: Request, body: EmbedSparseRequest) -> Response:
     """A sparse vector for each text: the places that are not 0, ascending, and their values."""
     answer = await _embedded(service, request, body, Task.SPARSE, {})
     rows = [
@@ -65,7 +65,7 @@ async def embed_sparse(service: Service, request: Request, body: EmbedSparseRequ
 
 
 async def _embedded(
-    service: Service, request: Request, body: EmbedAllRequest, task: Task, wishes: dict[str, Any]
+    service: TextService, request: Request, body: EmbedAllRequest, task: Task, wishes: dict[str, Any]
 ) -> Answer:
     given, method = _inputs(service, body.inputs)
     truncate, direction = _truncation(service, body)
@@ -73,28 +73,28 @@ async def _embedded(
     return await service.compute(request, service.model(body.model, task), given, ask, method=method)
 
 
-def _inputs(service: Service, given: str | Sequence[Any]) -> tuple[Sequence[Given], str]:
+def _inputs(service: TextService, given: str | Sequence[Any]) -> tuple[Sequence[Given], str]:
     """Texts or ids, and whether the request was for one or for a batch."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given], "single"
     service.check_size(len(given))
     if any(not isinstance(one, str) and not len(one) for one in given):
-        raise Refusal(Problem.EMPTY, "`inputs` cannot contain a list without ids")
+        raise RequestError(Problem.EMPTY, "`inputs` cannot contain a list without ids")
     return given, "batch"
 
 
-def _truncation(service: Service, body: TruncationFields) -> tuple[bool, Direction]:
+def _truncation(service: TextService, body: TruncationFields) -> tuple[bool, Direction]:
     side = body.truncation_direction
     direction: Direction = None if side is None else "left" if side.lower() == "left" else "right"
     return service.options.auto_truncate if body.truncate is None else body.truncate, direction
 
 
 @routes.post("/similarity", SimilarityRequest, list[float])
-async def similarity(service: Service, request: Request, body: SimilarityRequest) -> Response:
+async def similarity(service: TextService, request: Request, body: SimilarityRequest) -> Response:
     """The cosine of the source sentence with each of the others."""
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
     if not body.inputs.sentences:
-        raise Refusal(Problem.EMPTY, "`inputs.sentences` cannot be empty")
+        raise RequestError(Problem.EMPTY, "`inputs.sentences` cannot be empty")
     service.check_size(len(body.inputs.sentences))
     parameters = body.parameters or SimilarityParameters()
     truncate, direction = _truncation(service, parameters)
@@ -105,8 +105,8 @@ async def similarity(service: Service, request: Request, body: SimilarityRequest
     return answered(np.array([np.dot(rows[0], row) for row in rows[1:]], np.float32), answer)
 
 
-@routes.post("/predict", PredictRequest, list[Prediction] | list[list[Prediction]])
-async def predict(service: Service, request: Request, body: PredictRequest) -> Response:
+@routes.post("/predict", PredictRequest, list[LabelScore] | list[list[LabelScore]])
+async def predict(service: TextService, request: Request, body: PredictRequest) -> Response:
     """The score of each label, the highest first, of a text, a pair, or a batch of these."""
     given: Any = body.inputs
     is_batch = isinstance(given, list) and (not given or isinstance(given[0], list))
@@ -132,11 +132,11 @@ def _predictions(model: ServedModel, scores: Sequence[np.float32]) -> list[dict[
     return sorted(rows, key=lambda row: -float(row["score"]))
 
 
-@routes.post("/rerank", RankRequest, list[RankRow])
-async def rank(service: Service, request: Request, body: RankRequest) -> Response:
+@routes.post("/rerank", RankTextsRequest, list[RankRow])
+async def rank(service: TextService, request: Request, body: RankTextsRequest) -> Response:
     """The texts by how well they fit the query, the best first. `raw_scores` are those before the activation."""
     if not body.texts:
-        raise Refusal(Problem.EMPTY, "`texts` cannot be empty")
+        raise RequestError(Problem.EMPTY, "`texts` cannot be empty")
     service.check_size(len(body.texts), "texts")
     truncate, direction = _truncation(service, body)
     ask = Ask(Task.RERANK, truncate=truncate, direction=direction, raw_scores=body.raw_scores)
@@ -154,7 +154,7 @@ def by_score(answer: Answer) -> list[int]:
 
 
 @routes.post("/tokenize", TokenizeRequest, list[list[TokenRow]])
-async def tokenize(service: Service, request: Request, body: TokenizeRequest) -> Response:
+async def tokenize(service: TextService, request: Request, body: TokenizeRequest) -> Response:
     """The tokens of each text, and where they are in it."""
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     service.check_size(len(texts))
@@ -171,7 +171,7 @@ async def tokenize(service: Service, request: Request, body: TokenizeRequest) ->
 
 
 @routes.post("/decode", DecodeRequest, list[str])
-async def decode(service: Service, request: Request, body: DecodeRequest) -> Response:
+async def decode(service: TextService, request: Request, body: DecodeRequest) -> Response:
     """What ids say."""
     ids: Any = body.ids
     several = [ids] if ids and isinstance(ids[0], int) else ids
@@ -185,7 +185,7 @@ async def decode(service: Service, request: Request, body: DecodeRequest) -> Res
 
 
 @routes.get("/info", ServerInfo)
-async def info(service: Service, request: Request) -> Response:
+async def info(service: TextService, request: Request) -> Response:
     """What is served, and within which limits."""
     options = service.options
     models = [_about(model) for model in service.models.values()]
