@@ -95,7 +95,9 @@ class Process:
     def __init__(self, *arguments: object, **environment: str) -> None:
         command = [sys.executable, "-m", "weft", "serve", *map(str, arguments), "--port", "0"]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `started` closes it
-        self.process = subprocess.Popen(command, stderr=self.errors, env={**os.environ, **environment})
+        self.process = subprocess.Popen(
+            command, stdout=self.errors, stderr=self.errors, env={**os.environ, **environment}
+        )
         self.url = ""
 
     def wait(self) -> str:

@@ -42,7 +42,7 @@ def test_the_client_of_openai(server: Serving, folders: dict[str, Path], form: s
     else:
         found = np.array(rows, np.float32).tobytes()
     assert found == wanted(folders["unit"], ["the fox", "a"])
-    assert [model.id for model in client.models.list()][0] == "unit"
+    assert next(iter(client.models.list())).id == "unit"
     with pytest.raises(openai.BadRequestError, match="cannot be empty"):
         client.embeddings.create(model="unit", input=[])
     with pytest.raises(openai.NotFoundError, match="does not exist"):

@@ -34,6 +34,9 @@ class Gated(ServedModel):
     def tokenizer(self) -> RequestTokenizer:
         return self.inner.tokenizer()
 
+    def identity(self) -> dict[str, Any]:
+        return self.inner.identity()
+
     def prepare(self, given: Sequence[Given], ask: Ask) -> list[tuple[TextContent, int]]:
         return self.inner.prepare(given, ask)
 
@@ -266,4 +269,4 @@ def test_no_route_but_health_without_the_key(models: dict[str, ServedModel]) -> 
         key = {"authorization": "Bearer s3cret"}
         assert server.post("/v1/embeddings", {"input": "a"}, headers=key).status_code == 200
         assert server.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
-        assert server.get("/v1/models", headers={"authorization": "Bearer é"}).status_code == 401
+        assert server.get("/v1/models", headers={"authorization": b"Bearer \xe9"}).status_code == 401

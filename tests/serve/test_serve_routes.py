@@ -205,6 +205,7 @@ def test_what_the_server_is(server: Serving) -> None:
     info = server.get("/info").json()
     assert info["model_type"] == {"embedding": {"pooling": "mean"}}
     assert (info["max_input_length"], info["max_client_batch_size"], info["model_dtype"]) == (60, 32, "float32")
+    assert info["model_sha"] == server.service.models["unit"].identity()["model"]["weights"]
     kinds = {model["model_id"]: next(iter(model["model_type"])) for model in info["models"]}
     assert kinds == {"unit": "embedding", "plain": "embedding", "ranker": "reranker", "classifier": "classifier"}
     for path in ("/health", "/ping", "/ready"):
@@ -228,7 +229,7 @@ def test_metrics_are_teis_and_can_be_read(models: dict[str, ServedModel]) -> Non
     assert found["te_request_success", "batch"] == 2
     assert found["te_request_failure", "empty"] == 1
     assert (found["te_embed_count",], found["te_embed_success",], found["te_predict_success",]) == (3, 3, 1)
-    assert found["weft_tokens",] == 3 + 4 + 3 + 4
+    assert found["weft_tokens",] == 3 + 4 + 3 + 2  # a pair has no special tokens here
     assert found["te_batch_next_size_sum",] == 4
     assert found["te_request_duration_count",] == 3
     assert found["te_request_duration_bucket", "+Inf"] == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from servers import Serving
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -17,20 +17,26 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 )
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance, content_type_conformance]
-
-
-@pytest.fixture
-def api(server: Serving) -> Any:
-    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-
-
-schema = schemathesis.pytest.from_fixture("api")
-
-
-@schema.parametrize()
-@settings(
-    max_examples=25, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
+SETTINGS = settings(
+    max_examples=20, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck), database=None,
 )  # fmt: skip
-def test_its_own_document(case: Any) -> None:
-    case.call_and_validate(checks=CHECKS)
+
+
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
+def test_its_own_document(server: Serving, mode: str) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operations = [found.ok() for found in schema.get_all_operations()]
+    asked = set()
+    for operation in operations:
+        if mode == "NEGATIVE" and not operation.body:
+            continue  # nothing could be wrong
+
+        @SETTINGS
+        @given(case=operation.as_strategy(generation_mode=getattr(schemathesis.GenerationMode, mode)))
+        def check(case: Any) -> None:
+            asked.add(case.path)
+            case.call_and_validate(checks=CHECKS)
+
+        check()
+    assert {"/v1/embeddings", "/predict", "/v2/rerank", "/tokenize"} <= asked

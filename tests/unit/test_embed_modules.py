@@ -210,7 +210,7 @@ def test_models_without_a_vector_a_text(tmp_path):
     reranker(tmp_path / "t").save_pretrained(str(tmp_path / "pairs"), create_model_card=False)
     for make in (open_encoder, ModuleEncoder):
         with pytest.raises(
-            ValueError, match=r"holds a CrossEncoder.*pairs of texts: weft\.pack\(CrossEncoder.*predict"
+            ValueError, match=r"holds a CrossEncoder.*pairs of texts: weft rerank and weft classify take it"
         ):
             make(tmp_path / "pairs")
     path = save(tmp_path / "tokens", [transformer(tmp_path / "t"), dense(8, "token_embeddings")])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -52,8 +51,6 @@ def embed(
 
     from weft.jobs.embed import EmbedOptions, kind_of, open_encoder, run
 
-    with suppress(ImportError):  # `open_encoder` says what is missing
-        import_module("transformers.utils.logging").disable_progress_bar()  # there is one here
     if threads < 0:
         raise ValueError(f"got {threads} threads, expected a number from 0 on")
     if threads:

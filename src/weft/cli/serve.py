@@ -45,7 +45,6 @@ def serve(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        import_module("transformers.utils.logging").disable_progress_bar()
         for name in ("fastapi", "uvicorn", "orjson"):
             import_module(name)
     except ImportError as error:

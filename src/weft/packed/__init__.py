@@ -8,6 +8,7 @@ registry     `attn_implementation="weft"`: packed attention inside of any model 
 huggingface  the base models of families, and models with a head: the same call, on packed tokens
 sentence_transformers  whole models of that library: the transformers inside are packed
 inputs       a call's arguments, checked and packed; the forms of what it returns
+stored       encoders read from their files, without transformers
 engine       runs a described module, and notices when it has changed
 """
 

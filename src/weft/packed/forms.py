@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from weft._torch import is_dtensor
 from weft.models.family import HeadKind
 from weft.models.twin import Twin
 from weft.packed.batch import PackedBatch
@@ -107,7 +107,7 @@ def nested_like(values: Tensor, batch: PackedBatch, texts: Tensor, keep: object 
 
     `keep`: values are of so many of the last tokens of each text only.
     """
-    if isinstance(values, DTensor):  # torch has no DTensor that is nested
+    if is_dtensor(values):  # torch has no DTensor that is nested
         return values
     if values.shape[0] != batch.tokens or keep:
         if not isinstance(keep, int) or values.shape[0] != int(batch.lengths.clamp(max=keep).sum()):

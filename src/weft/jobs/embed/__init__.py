@@ -3,6 +3,8 @@
 job      all of it in order: read, tokenize, embed, write; it can be stopped and goes on
 readers  texts from files and pipes
 recipe   what a model's folder says of how a text becomes a vector
+identity what makes a model this one: hashes of its files
+plain    BERT's tokenizer, without transformers
 loading  tokenizer and model of a folder, checked
 encoder  tokenizer, packed model, pooling and the layers behind it
 modules  the same by sentence-transformers' own modules, for folders that hold more, or give no dense vector

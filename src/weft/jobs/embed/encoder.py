@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.jobs.embed import recipe
-from weft.jobs.embed.loading import check_wishes, load_model, load_tokenizer, text_length, tokenizer_backend
+from weft.jobs.embed.identity import Beside, identity_of
+from weft.jobs.embed.loading import check_dtype, load_layers, load_tokenizer, text_length, tokenizer_backend
 from weft.jobs.embed.recipe import DENSE, NotPlain, Recipe, Wish
 from weft.kernels import PackedWeight, linear
-from weft.packed.api import pack
 from weft.packed.batch import PackedBatch
 
 
@@ -44,27 +44,28 @@ class Encoder:
         task: str | None = None,
         dtype: str | None = None,
     ) -> None:
-        check_wishes(dtype)
+        check_dtype(dtype)
         wish = Wish(prompt, prompt_name, task)
         self.kind = DENSE
         self.recipe = Recipe.of(folder)
+        self._identity = Beside(lambda: identity_of(self.recipe.folders))
         self.prompt = wish.of(self.recipe.prompts, self.recipe.default_prompt)
         folder, given = self.recipe.transformer, self.recipe.max_length
         tokenizer = load_tokenizer(folder, given, is_plain=self.recipe.is_plain)
-        model = load_model(folder, dtype)
+        model = load_layers(folder, dtype)
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.max_length = text_length(tokenizer, model, given, max_length, pairs=False)
         self.tokenizer = tokenizer_backend(tokenizer, self.max_length, self.recipe.lower_case)
         if "token_type_ids" in tokenizer.model_input_names and any(self.tokenizer.encode("a").type_ids):
             raise NotPlain(f"the tokenizer {type(tokenizer).__name__} gives a single text types other than 0")
         self._special, self._prompt_tokens = set(tokenizer.all_special_ids), dict[str, int]()
-        self._model = pack(model)
+        self._model = model
         self._steps, self.width = _steps(self.recipe, model.config.hidden_size)
 
     def identity(self) -> dict[str, Any]:
         """What makes its embeddings these and no others: the content of the folder, and the options."""
         options = {"prompt": self.prompt, "max_length": self.max_length, "dtype": self.dtype}
-        return {"model": self.recipe.identity(), **options}
+        return {"model": self._identity.result(), **options}
 
     @property
     def ends_normalized(self) -> bool:

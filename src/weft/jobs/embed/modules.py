@@ -22,8 +22,9 @@ from torch.nn import functional as F
 
 from weft._torch import own_modules, shallow_copy
 from weft.jobs.embed.encoder import Encoder
+from weft.jobs.embed.identity import identity_of_all
 from weft.jobs.embed.loading import DTYPES, UNREAD, check_complete, check_positions, one_thread
-from weft.jobs.embed.recipe import DENSE, SPARSE, TOKENS, NotPlain, Wish, identity_of_all, kind_of
+from weft.jobs.embed.recipe import DENSE, SPARSE, TOKENS, NotPlain, Wish, kind_of
 from weft.models.family import HeadKind
 from weft.models.twin import Twin, plain_of
 from weft.packed.api import pack

@@ -7,9 +7,7 @@ is embedded by that library's own modules (`modules.py`).
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -37,11 +35,6 @@ EMBEDS: dict[str, Any] = {  # what the Transformer of an embedding model says of
 _SENTENCE = "sentence_embedding"
 DENSE, SPARSE, TOKENS = "SentenceTransformer", "SparseEncoder", "MultiVectorEncoder"  # kinds of models, by their class
 SCORES = "CrossEncoder"  # and the one that gives scores
-_WEIGHTS = (".safetensors", ".bin")
-_CONFIGS = (".json", ".txt", ".model", ".jinja")  # vocabularies and merges are among them
-_PAGES = (".md", ".png", ".jpg", ".jpeg", ".svg", ".gif")
-_ELSEWHERE = ("onnx", "openvino")
-_CHUNK = 1 << 20
 TASKS = {"query": ("query",), "document": ("document", "passage", "corpus")}  # and the names of their prompts
 _READ = {"max_seq_length", "do_lower_case", "unpad_inputs"}  # of a Transformer's options; the last changes no result
 # What may stand in the arguments of a loader without changing the result.
@@ -121,10 +114,6 @@ class Recipe:
             about.get("truncate_dim"), prompts_of(about), about.get("default_prompt_name"),
         )  # fmt: skip
 
-    def identity(self) -> dict[str, str]:
-        """Hashes of the files that the model is loaded from. Weights are read in full, about a second for each GB."""
-        return identity_of(self.folders)
-
 
 @dataclass(frozen=True)
 class Wish:
@@ -159,38 +148,6 @@ class Wish:
             named = ", ".join(map(repr, prompts)) or "none"
             raise ValueError(f"got the name of a prompt {name!r}, expected one of the model's: {named}")
         return prompts[name] or ""
-
-
-def identity_of(folders: Iterable[Path]) -> dict[str, str]:
-    """Hashes of the weights in some folders, and of what is beside them."""
-    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
-    return {
-        "weights": _hash(path for path in files if path.suffix in _WEIGHTS),
-        "config": _hash(path for path in files if path.suffix in _CONFIGS),
-    }
-
-
-def identity_of_all(folder: Path) -> dict[str, str]:
-    """As `Recipe.identity`, of a folder of which any file may belong to a module: all but pages, hidden files and what
-    other programs compute with."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in _PAGES]
-    files = [p for p in files if not any(part.startswith((".", *_ELSEWHERE)) for part in p.relative_to(folder).parts)]
-    return {
-        "weights": _hash((path for path in files if path.suffix in _WEIGHTS), folder),
-        "config": _hash((path for path in files if path.suffix not in _WEIGHTS), folder),
-    }
-
-
-def _hash(files: Iterable[Path], inside: Path | None = None) -> str:
-    whole = hashlib.sha256()
-    for path in files:
-        content = hashlib.sha256()
-        with open(path, "rb", buffering=0) as file:
-            while data := file.read(_CHUNK):
-                content.update(data)
-        name = path.name if inside is None else path.relative_to(inside)
-        whole.update(f"{name}\0{content.hexdigest()}\0".encode())
-    return whole.hexdigest()
 
 
 # ---- modules.json ----------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from weft._torch import own_modules
+from weft.jobs.embed.identity import Beside, identity_of
 from weft.jobs.embed.loading import (
-    check_wishes,
+    check_dtype,
     load_classifier,
     load_tokenizer,
     one_thread,
@@ -32,7 +33,6 @@ from weft.jobs.embed.recipe import (
     NotPlain,
     Wish,
     check_transformer,
-    identity_of,
     prompts_of,
     read_json,
     transformer_options,
@@ -81,8 +81,9 @@ class Scorer:
     """
 
     def __init__(self, folder: Path, *, max_length: int | None = None, dtype: str | None = None) -> None:
-        check_wishes(dtype)
+        check_dtype(dtype)
         self.recipe = ScoreRecipe.of(folder)
+        self._identity = Beside(lambda: identity_of(self.recipe.folders))
         where = self.recipe.transformer
         tokenizer = load_tokenizer(where, self.recipe.max_length, is_plain=self.recipe.is_plain)
         model = load_classifier(where, dtype)
@@ -102,7 +103,7 @@ class Scorer:
     def identity(self) -> dict[str, Any]:
         """What makes its scores these and no others: the content of the folder, and the options."""
         options = {"prompt": self.prompt, "max_length": self.max_length, "dtype": self.dtype}
-        return {"model": identity_of(self.recipe.folders), **options}
+        return {"model": self._identity.result(), **options}
 
     def tokenize(self, inputs: Sequence[TextOrPair]) -> list[ScoredTokens]:
         """The tokens of each text or pair; of a pair, the prompt of the folder is put before the first."""

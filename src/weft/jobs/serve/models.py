@@ -70,6 +70,7 @@ class ServedModel(ABC):
     width: int
     labels: Sequence[str] = ()
     pooling = ""
+    sha: str | None = None  # of the weights
 
     def __init__(self, choice: ModelChoice) -> None:
         self.name, self.folder = choice.name, choice.folder
@@ -88,6 +89,10 @@ class ServedModel(ABC):
     @abstractmethod
     def prepare(self, given: Sequence[Given], ask: Ask) -> list[tuple[TextContent, int]]:
         """The texts, or ids, of a request as `run` takes them, and how many tokens each has. In any thread."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What makes its results these and no others, as the jobs that write files keep it."""
 
     @abstractmethod
     def run(self, contents: Sequence[TextContent]) -> list[Any]:
@@ -128,6 +133,9 @@ class PlainModel(ServedModel):
     def tokenizer(self) -> RequestTokenizer:
         return self._tokenizer
 
+    def identity(self) -> dict[str, Any]:
+        return self._encoder.identity()
+
     def prepare(self, given: Sequence[Given], ask: Ask) -> list[tuple[TextContent, int]]:
         self.check(ask)
         prompt = self._encoder.prompt if ask.prompt_name is None else self.prompt_of(ask.prompt_name)
@@ -164,6 +172,9 @@ class ModuleModel(ServedModel):
 
     def tokenizer(self) -> RequestTokenizer:
         raise RequestError(Problem.BACKEND, f"{self.name} is computed by modules that have a tokenizer of their own")
+
+    def identity(self) -> dict[str, Any]:
+        return self._encoder.identity()
 
     def prepare(self, given: Sequence[Given], ask: Ask) -> list[tuple[TextContent, int]]:
         self.check(ask)
@@ -207,6 +218,9 @@ class ScoringModel(ServedModel):
     def tokenizer(self) -> RequestTokenizer:
         return self._tokenizer
 
+    def identity(self) -> dict[str, Any]:
+        return self._scorer.identity()
+
     def prepare(self, given: Sequence[Given], ask: Ask) -> list[tuple[TextContent, int]]:
         self.check(ask)
         texts: Any = given
@@ -242,6 +256,7 @@ def warm_up(model: ServedModel) -> None:
         for result in model.run([c for c, _ in model.prepare([longer] * 4, Ask(task, truncate=True))]):
             if isinstance(result, Exception):
                 raise result
+    model.sha = str(model.identity()["model"]["weights"])
 
 
 def prepared_ids(tokenizer: RequestTokenizer, given: Sequence[Given], ask: Ask, prompt: str) -> list[list[int]]:

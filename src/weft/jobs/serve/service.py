@@ -90,9 +90,7 @@ class TextService:
             return
         given = request.headers.get("authorization", "").encode("latin-1", "replace")
         if not hmac.compare_digest(given, self._key):
-            raise RequestError(
-                Problem.UNAUTHORIZED, "expected the header `Authorization: Bearer KEY`"
-            )
+            raise RequestError(Problem.UNAUTHORIZED, "expected the header `Authorization: Bearer KEY`")
 
     async def body(self, request: Request, kind: type[BodyT]) -> BodyT:
         """The body of a request, checked. It is never held beyond the limit, and must come in time."""

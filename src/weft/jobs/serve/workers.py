@@ -53,6 +53,8 @@ def serve(options: ServeOptions, announce: Callable[[str], None]) -> int:
             return _run(load(options), options, Board(), 0, listener, started)
         torch.set_num_threads(1)
         models = load(options)
+        if (threads := len(os.listdir("/proc/self/task"))) > 1:
+            _log.warning("%d threads before the fork: workers cannot use OpenMP, and are slower", threads)
         gc.collect()
         gc.freeze()  # a collection in a worker does not touch, and so does not copy, what all of them share
         try:

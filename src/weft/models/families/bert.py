@@ -177,7 +177,7 @@ BERT_OPTIONS = Options(
         "position_embedding_type": ("absolute",),  # of older configs
     },
 )  # fmt: skip
-_DISTILBERT_OPTIONS = Options(
+DISTILBERT_OPTIONS = Options(
     followed={
         "dim", "n_layers", "n_heads", "hidden_dim", "activation", "dropout", "attention_dropout", "qa_dropout",
         "seq_classif_dropout",
@@ -204,5 +204,5 @@ CAMEMBERT = Family(
 )  # fmt: skip
 DISTILBERT = Family(
     "DistilBertModel", describe_distilbert, "BaseModelOutput", encoder_heads("DistilBert", distilbert_masked_head),
-    buffered_positions, on_ranks=True, options=_DISTILBERT_OPTIONS,
+    buffered_positions, on_ranks=True, options=DISTILBERT_OPTIONS,
 )  # fmt: skip

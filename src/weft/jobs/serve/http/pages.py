@@ -34,7 +34,7 @@ async def ready(service: TextService, request: Request) -> Response:
     return Response()
 
 
-@routes.get("/metrics", str)
+@routes.get("/metrics", "text/plain")
 async def metrics(service: TextService, request: Request) -> Response:
     """Figures of all workers, for Prometheus, by TEI's names."""
     return Response(service.board.prometheus(), media_type="text/plain; version=0.0.4")
@@ -51,13 +51,13 @@ async def stats(service: TextService, request: Request) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-@routes.get("/", str)
+@routes.get("/", "text/html")
 async def page(service: TextService, request: Request) -> Response:
     """Queue, tokens a second, latencies and batch fill, live."""
     return _html("page.html")
 
 
-@routes.get("/docs", str)
+@routes.get("/docs", "text/html")
 async def docs(service: TextService, request: Request) -> Response:
     """The routes, and a form to try each."""
     return _html("docs.html")

@@ -75,7 +75,7 @@ class HttpRoutes:
                 response_class=Response, name=route.call.__name__, description=route.call.__doc__,
                 operation_id=f"{route.call.__name__}{route.path.replace('/', '_')}", openapi_extra=extra,
                 responses={
-                    200: {"model": route.gives, "description": "As asked"} if route.gives else {"description": "Well"},
+                    200: _good(route.gives),
                     **{code: {"model": self._error, "description": text} for code, text in codes.items()},
                 },
             )  # fmt: skip
@@ -103,6 +103,13 @@ def answered(content: Any, answer: Answer) -> Response:
     return Response(
         orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), headers=answer.headers, media_type="application/json"
     )
+
+
+def _good(gives: Any) -> dict[str, Any]:
+    """An answer in a document: a type that is written as JSON, the media type of a text, or nothing."""
+    if isinstance(gives, str):
+        return {"description": "As asked", "content": {gives: {"schema": {"type": "string"}}}}
+    return {"description": "As asked", "model": gives} if gives else {"description": "Well"}
 
 
 def _document(body: type[BaseModel]) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def _about(model: ServedModel) -> dict[str, Any]:
         kind = {"embedding": {"pooling": model.pooling}}
     return {
         "model_id": model.name,
-        "model_sha": None,
+        "model_sha": model.sha,
         "model_dtype": model.dtype,
         "model_type": kind,
         "max_input_length": model.max_length,
