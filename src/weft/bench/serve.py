@@ -87,11 +87,17 @@ FULL = (
         "MiniLM-L6", workload.minilm, (1, 8, SATURATING), 128, SearchEffort(200, 10.0, steps=5, rounds=3, retries=6), 32
     ),
     ServePlan(
-        "BERT-base", workload.bert_base, (1, SATURATING), 64, SearchEffort(60, 20.0, steps=4, rounds=1, retries=3), 16
-    ),
+        "BERT-base",
+        workload.bert_base,
+        (1, SATURATING),
+        64,
+        SearchEffort(60, 20.0, steps=4, rounds=1, retries=3),
+        16,
+        peers=(SENTENCE_TRANSFORMERS, VLLM),
+    ),  # fmt: skip
 )
 QUICK_AMOUNTS = AloneAmounts(3, 64, 4.0, 1200, 32, 200, 1)
-FULL_AMOUNTS = AloneAmounts(7, 400, 8.0, 10_000, 128, 3000, 3)
+FULL_AMOUNTS = AloneAmounts(7, 300, 8.0, 10_000, 64, 3000, 2)
 
 
 def run(options: BenchOptions) -> Report:
@@ -182,7 +188,7 @@ def alone_rows(
     few = mixed_texts(folder, 300, longest=amounts.soak_longest)
     return [
         overhead_row(server, encoder, short, rounds=amounts.rounds),
-        offline_row(server, encoder, texts[: amounts.offline_texts], home, rounds=amounts.rounds // 2 + 1),
+        offline_row(server, encoder, texts[: amounts.offline_texts], home, rounds=max(2, amounts.rounds // 2)),
         overload_row(server, texts, seconds=amounts.overload_seconds),
         soak_row(server, encoder, few, count=amounts.soak_requests),
     ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.bench.harness import Case, measure
+from weft.bench.harness import Case, Measurement, Round, System, measure, take_rounds
+from weft.bench.machine import NoiseMeter, foreign_cores
 from weft.bench.systems.servers.client import BlockingClient, HttpAnswer, closed_loop, overload, run_client
 from weft.bench.systems.servers.processes import ServerProcess
 from weft.bench.systems.servers.rates import Slope, percentile
@@ -23,22 +25,42 @@ _PAUSE = 0.25  # seconds until a client that was sent away comes back
 _SATURATING = 64  # requests at a time
 _SOAKING = 16
 _SILENCE = 0.02  # seconds until threads of the turn before have gone to sleep
+_CALLS = 20  # of each in a round
 _SAMPLED = 25  # requests from one look at the memory to the next
 
 
 def overhead_row(server: ServerProcess, encoder: Encoder, text: SizedText, *, rounds: int) -> Row:
-    """A request alone, against the same call in this process."""
-    request = text.request()
-    with server.turn(), BlockingClient(server.port) as caller:
-        systems = {
+    """A request alone, against the same call in this process: one of each in turn, both out of silence. A call that
+    follows on another would find its threads awake, and be cut off more often by whoever else computes."""
+    meter, request = NoiseMeter(), text.request()
+    with server.turn(), BlockingClient(server.port) as client:
+        systems: dict[str, System] = {
             "bare": lambda: encoder.embed(encoder.tokenize([text.text])),
-            "served": lambda: caller.ask(request),
+            "served": lambda: client.ask(request),
         }
-        case = Case(f"a text of {text.tokens} tokens alone", systems, {"figure": "overhead", "system": server.name})
-        measured = measure(case, rounds=rounds, min_seconds=0.2, start=lambda: time.sleep(_SILENCE))
-    over = (measured.median("served") - measured.median("bare")) * 1e3
-    note = f"{measured.median('served') * 1e3:.2f} ms, bare call {measured.median('bare') * 1e3:.2f} ms"
-    return {**measured.row(), "overhead_ms": over, "p50_ms": measured.median("served") * 1e3, "note": note}
+
+        def take() -> Round:
+            before = meter.sample()
+            calls = [{name: _alone(system) for name, system in systems.items()} for _ in range(_CALLS)]
+            medians = {name: statistics.median(call[name] for call in calls) for name in systems}
+            return Round(medians, foreign_cores(before, meter.sample()))
+
+        take()  # warms up
+        kept, disturbed = take_rounds(take, rounds=rounds, max_retries=rounds)
+    measured = Measurement(Case(f"a text of {text.tokens} tokens alone", systems), tuple(kept), disturbed)
+    served, bare = (measured.median(name) * 1e3 for name in ("served", "bare"))
+    return {
+        **measured.row(), "figure": "overhead", "system": server.name, "p50_ms": served, "overhead_ms": served - bare,
+        "note": f"{served:.2f} ms, bare call {bare:.2f} ms",
+    }  # fmt: skip
+
+
+def _alone(system: System) -> float:
+    """Seconds of a call, after a pause in which threads go to sleep."""
+    time.sleep(_SILENCE)
+    start = time.perf_counter()
+    system()
+    return time.perf_counter() - start
 
 
 def offline_row(server: ServerProcess, encoder: Encoder, texts: Sequence[SizedText], home: Path, *, rounds: int) -> Row:
