@@ -94,7 +94,7 @@ FULL = (
         SearchEffort(60, 20.0, steps=4, rounds=1, retries=3),
         16,
         peers=(SENTENCE_TRANSFORMERS, VLLM),
-    ),  # fmt: skip
+    ),
 )
 QUICK_AMOUNTS = AloneAmounts(3, 64, 4.0, 1200, 32, 200, 1)
 FULL_AMOUNTS = AloneAmounts(7, 300, 8.0, 10_000, 64, 3000, 2)
