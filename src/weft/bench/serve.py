@@ -92,7 +92,7 @@ FULL = (
         (1, SATURATING),
         64,
         SearchEffort(60, 20.0, steps=4, rounds=1, retries=3),
-        16,
+        8,
         peers=(SENTENCE_TRANSFORMERS, VLLM),
     ),
 )

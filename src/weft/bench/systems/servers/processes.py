@@ -9,6 +9,7 @@ infinity               infinity-emb, in the environment that `make setup-infinit
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -98,9 +99,11 @@ class ServerProcess:
         values = {"model": str(model.absolute()), "port": str(self.port), "texts": str(texts)}
         command = [part.format(**values) for part in setup.command.split()]
         variables = [f"{name}={value}" for name, value in setup.variables.items()]
-        # env(1) adds variables to those that are inherited. The processes are a group of their own, which close() ends.
+        # env(1) adds variables to those that are inherited. The processes are a group of their own, which close() ends;
+        # if this process is killed before that, setpriv(1) sees to it, where there is one.
+        tied = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         self._process = subprocess.Popen(
-            ["env", *variables, *command], stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
+            ["env", *variables, *tied, *command], stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
             start_new_session=True, cwd=tempfile.gettempdir(),
         )  # fmt: skip
 
