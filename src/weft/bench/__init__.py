@@ -5,6 +5,7 @@ overlap     matmuls that communicate while they compute
 reshard     tensors and a state dict between meshes
 pipeline    training steps over several hosts
 packed      models without padding; programs: a step of Trainer, a decoder as an encoder, requests that come and go
+serve       embeddings over HTTP, under load
 end_to_end  a tensor-parallel transformer: training, prefill, decoding; end_to_end_lab: what its ranks run
 systems     what is measured against what
 harness     systems in turns; cases, measurements, results, rows
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "reshard": "weft.bench.reshard",
     "pipeline": "weft.bench.pipeline",
     "packed": "weft.bench.packed",
+    "serve": "weft.bench.serve",
     "end_to_end": "weft.bench.end_to_end",
 }
 

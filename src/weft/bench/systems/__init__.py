@@ -9,6 +9,7 @@ sentence_transformers  embeddings and scores of pairs of texts, against sentence
 end_to_end    the models and inputs of the next two, as numbers
 parallel      a tensor-parallel transformer, against torch, Hugging Face and vLLM
 torch_models  that transformer as torch's own users write it
+servers/      embeddings over HTTP: servers as processes, and a client that loads them
 vllm          vLLM's engines as processes, with and without the plugin
 vllm_child    the program of such a process, in the environment that has vLLM
 """
