@@ -51,7 +51,10 @@ def serve(options: ServeOptions, announce: Callable[[str], None]) -> int:
         if not is_shared:
             if options.threads:
                 torch.set_num_threads(options.threads)
-            return _run(load(options), options, Board(), 0, listener, started)
+            models = load(options)
+            gc.collect()
+            gc.freeze()  # else a full collection looks through all of it, for a quarter of a second under load
+            return _run(models, options, Board(), 0, listener, started)
         torch.set_num_threads(1)
         models = load(options)
         if (threads := len(os.listdir("/proc/self/task"))) > 1:
