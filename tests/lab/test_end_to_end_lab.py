@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench.end_to_end import Bench, figure, summary
+from weft.bench.end_to_end import Bench, figure, finished_row, summary
 from weft.bench.systems.end_to_end import WorkKind, tiny
 
 pytest.importorskip("accelerate")  # what Hugging Face cuts models with
@@ -19,14 +19,15 @@ def test_a_place_gives_a_row_of_each_kind(namespaces: None, tmp_path: Path) -> N
     place, kinds = scale.places[0]
     bench = Bench(scale.load, tmp_path, None)
     results = bench.results(replace(place, share=None), kinds, 1, gbps=1.0)  # a given rate saves the lab that finds it
-    rows = {row["kind"]: row for row, _ in results}
+    rows = {each.kind.value: finished_row(each, scale.load, bench.machine, cpu_per_byte=2e-9) for each in results}
     assert set(rows) == {kind.value for kind in WorkKind}
     for row in rows.values():
         assert all(row[key] for key in ("weft_ms", "padded_ms", "vs_padded", "bound_ms", "gbps", "weft_tokens_per_s"))
+        assert row["bound_ms"] <= row["cpu_bound_ms"]
     figures = summary(list(rows.values()))
     assert all(figures[key] for key in ("train_vs_torch_packed", "train_vs_torch_padded", "prefill_vs_hf_tp"))
     exposed = figures["exposed_comm_fraction"]
     assert isinstance(exposed, float)
     assert 0 < exposed < 1
-    train = next(result for row, result in results if row["kind"] == WorkKind.TRAIN.value)
+    train = next(each.result for each in results if each.kind is WorkKind.TRAIN)
     assert [timeline.name for timeline in figure(train).timelines] == ["predicted", "measured"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from weft.bench import gemm, overlap, packed, pipeline, reshard
+from weft.bench import bounds, gemm, overlap, packed, pipeline, reshard
 from weft.bench.harness import Case, Measurement, Result, Round, column
 from weft.bench.systems.overlap import quick_cases
 from weft.report import Row
@@ -28,7 +28,8 @@ def stored(rows: Sequence[Row]) -> list[Row]:
 def overlap_rows() -> list[Row]:
     times = {"matmul": 1.0, "wire": 1.0, "torch": 3.0, "decomposed 2": 2.5, "decomposed 4": 2.0, "sequential": 2.0}
     times |= {"weft": 1.25, "plan 0": 1.0}
-    result = Result(measured(times, m=2048), bound=1.1, predicted={"weft": 1.0}, facts={"plan": "a plan"})
+    facts = {"plan": "a plan", "cpu_bound_fraction": 0.9}
+    result = Result(measured(times, m=2048), bound=0.9, predicted={"weft": 1.0}, facts=facts)
     return [overlap._row(quick_cases()[0], result, 1.0)]
 
 
@@ -50,7 +51,7 @@ def reshard_rows() -> list[Row]:
 
 
 def reshard_state() -> Row:
-    facts = {"staging_peak_mb": 10.0, "staging_limit_mb": 40.0}
+    facts = {"staging_peak_mb": 10.0, "staging_limit_mb": 40.0, "wire_bytes": 10**9}
     times = {"weft": 1.0, "full_broadcast": 3.0, "dcp_files": 4.0}
     return reshard._state_row(Result(measured(times), bound=0.5, predicted={"weft": 1.5}, facts=facts))
 
@@ -65,12 +66,27 @@ SUMMARIES: dict[str, tuple[Callable[[], list[Row]], Callable[[Sequence[Row]], di
     "overlap": (
         overlap_rows,
         overlap.summary,
-        {"vs_torch_best": 2.4, "vs_decomposed_geomean": 1.6, "predict_error_median": 0.2, "plan_regret_measured": 0.25},
+        {
+            "vs_torch_best": 2.4,
+            "vs_decomposed_geomean": 1.6,
+            "predict_error_median": 0.2,
+            "plan_regret_measured": 0.25,
+            "bounds_beaten": 0,
+            "noisy_rows": 0,
+            "rows": 1,
+        },
     ),
     "pipeline": (
         pipeline_rows,
         pipeline.summary,
-        {"gpt_vs_alpa": 1.5, "signal_fraction_min": 0.75, "vs_torch_1f1b": 2.5, "predict_error_median": 0.25},
+        {
+            "gpt_vs_alpa": 1.5,
+            "signal_fraction_min": 0.75,
+            "vs_torch_1f1b": 2.5,
+            "predict_error_median": 0.25,
+            "bounds_beaten": 0,
+            "rows": 3,
+        },
     ),
     "reshard": (
         reshard_rows,
@@ -80,6 +96,8 @@ SUMMARIES: dict[str, tuple[Callable[[], list[Row]], Callable[[Sequence[Row]], di
             "vs_best_other_worst": 2.0,
             "bound_fraction_min": 0.5,
             "staging_peak_fraction": 0.25,
+            "bounds_beaten": 0,
+            "rows": 2,
         },
     ),
 }
@@ -122,3 +140,80 @@ def test_a_result_draws_its_timelines_and_gives_its_headline() -> None:
     assert list(Result(result.measured, timelines=(happened,)).figure("a step").notes) == ["1.00 s measured"]
     line = result.headline("a step", today="torch", figures=[figure])
     assert (line.today, line.weft, line.bound, line.ratio) == (3000.0, 2000.0, 1000.0, 1.5)
+
+
+# ---- bounds and noise ------------------------------------------------------------------------------------------------
+
+
+def taken(*seconds: float, bound: float | None = None, peers: float = 9.0) -> Result:
+    case = Case("row", {"weft": int, "torch": int, "nothing": int})
+    rounds = tuple(Round({"weft": s, "torch": peers, "nothing": 1e-7 * s}, 0.0) for s in seconds)
+    return Result(Measurement(case, rounds, 0), bound=bound, facts={"plan": "a plan"})
+
+
+CALM, WILD, WILDER = (1.0, 1.0, 1.0, 1.1, 1.0), (1.0, 1.5, 1.0, 1.4, 1.2), (1.0, 3.0, 1.0, 2.5, 1.2)
+
+
+def settled(*takes: Result) -> tuple[Result, int]:
+    left = list(takes)
+    return bounds.settle(lambda: left.pop(0)), len(takes) - len(left)
+
+
+def test_a_calm_row_is_measured_once() -> None:
+    result, takes = settled(taken(*CALM, bound=0.9), taken(*CALM))
+    assert (takes, result.facts) == (1, {"plan": "a plan", "takes": 1, "noisy": ""})
+
+
+def test_a_noisy_row_is_measured_again_until_it_is_calm_and_keeps_the_lowest_bound() -> None:
+    result, takes = settled(taken(*WILD, bound=0.8), taken(*CALM, bound=0.9), taken(*CALM))
+    assert (takes, result.facts["noisy"], result.bound) == (2, "", 0.8)
+    assert result.measured.median("weft") == 1.0
+
+
+def test_what_stays_noisy_is_marked_and_the_calmest_of_four_counts() -> None:
+    result, takes = settled(taken(*WILDER), taken(*WILD), *[taken(*WILDER)] * 3)
+    assert (takes, result.facts["takes"], result.facts["noisy"], result.bound) == (4, 4, "~", None)
+    assert result.measured.seconds("weft") == WILD
+
+
+def test_the_spread_of_a_call_that_does_nothing_does_not_count() -> None:
+    case = Case("row", {"weft": int, "nothing": int})
+    rounds = tuple(Round({"weft": 1.0, "nothing": n * 1e-7}, 0.0) for n in (1, 5, 9, 20))
+    assert bounds.row_spread(Measurement(case, rounds, 0)) == 0.0
+
+
+def test_any_system_that_beats_the_bound_shows_that_it_is_wrong() -> None:
+    times = {
+        "matmul": 1.0,
+        "wire": 0.1,
+        "beside": 1.0,
+        "torch": 0.8,
+        "decomposed 2": 2.0,
+        "sequential": 2.0,
+        "weft": 1.25,
+    }
+    facts = {"plan": "a plan", "cpu_bound_fraction": 0.9}
+    beaten = Result(measured(times, m=512), bound=0.9, predicted={"weft": 1.0}, facts=facts)
+    row = overlap._row(quick_cases()[0], beaten, 1.0)
+    assert row["beats_bound"] is True
+    fine = overlap._row(quick_cases()[0], Result(beaten.measured, 0.7, beaten.predicted, facts=facts), 1.0)
+    assert fine["beats_bound"] is False  # the wire alone is no system
+    assert bounds.trust([row, fine, {"noisy": "~"}]) == {"bounds_beaten": 1, "noisy_rows": 1, "rows": 3}
+
+
+def test_medians_leave_noisy_rows_out_and_minima_name_them() -> None:
+    rows = overlap_rows() * 3
+    rows[0] = {**rows[0], "bound_fraction": 0.1, "vs_torch": 9.0, "noisy": "~"}
+    found = overlap.summary(rows)
+    assert found["bound_fraction_median"] == pytest.approx(rows[1]["bound_fraction"])
+    assert (found["bound_fraction_min"], found["vs_torch_best"], found["noisy_rows"]) == (0.1, 9.0, 1)
+    assert found["noisy_extremes"] == "vs_torch_best, bound_fraction_min"
+    everything = [{**row, "noisy": "~"} for row in rows]
+    assert overlap.summary(everything)["bound_fraction_median"] == rows[1]["bound_fraction"]
+
+
+def test_a_cpu_bound_counts_what_messages_take_of_the_cores() -> None:
+    row = {"bound_s": 1.0, "wire_bytes": 10**9}
+    busy = reshard._with_cpu_bound(row, 1e-6)["cpu_bound_s"]
+    assert busy == bounds.with_cpu(0.0, nbytes=1e9, cpu_per_byte=1e-6) > 1.0
+    assert reshard._with_cpu_bound(row, 1e-15)["cpu_bound_s"] == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,7 @@ MACHINE = Machine(flops=100e9, bandwidth=10e9)
 KEYS = [
     "train_vs_torch_packed", "train_vs_torch_padded", "prefill_vs_hf_tp", "prefill_vs_vllm", "decode_vs_hf_tp",
     "decode_vs_vllm", "vllm_plugin_prefill", "vllm_plugin_decode", "exposed_comm_fraction",
+    "bounds_beaten", "noisy_rows", "rows", "noisy_extremes",
 ]  # fmt: skip
 
 
@@ -128,6 +130,9 @@ def test_a_bound_is_the_longest_of_its_parts() -> None:
     slow = 8e-9 * LLAMA.train_bytes(2048, hosts=2) / 0.01
     assert bound_seconds(place, WorkKind.TRAIN, load, MACHINE, 0.01) == pytest.approx(slow)
     assert slow > flops
+    with_cpu = bound_seconds(place, WorkKind.TRAIN, load, MACHINE, 1000.0, cpu_per_byte=2e-9)
+    carried = 2e-9 * place.hosts * LLAMA.train_bytes(2048, hosts=2) / (os.cpu_count() or 1)
+    assert with_cpu == pytest.approx(flops + carried)
     one_host = replace(place, hosts=1, devices=2)
     assert bound_seconds(one_host, WorkKind.DECODE, load, MACHINE, None) == 64 * LLAMA.decode_weight_bytes / 10e9
     fast_memory = replace(MACHINE, bandwidth=1e15)

@@ -186,6 +186,55 @@ def test_a_sequential_plan_says_why(shape, hosts, link, reason: str) -> None:
 
 
 @pytest.mark.parametrize("op", [o.value for o in OPS])
+def test_what_measurements_cannot_tell_is_not_overlapped(op: str) -> None:
+    """A gain that is smaller than the measurements lie apart is none that anybody has seen."""
+    known = curves(gbps=1.0)
+    shape = (2048, 3072, 768)
+    sure = choose_plan(op, *shape, dtype="float32", hosts=(0, 1), curves=known)
+    gain = 1 - (sure.predicted or 0.0) / predict_plan(sure, known).sequential
+    assert 0.1 < gain < 0.9
+    still = choose_plan(op, *shape, dtype="float32", hosts=(0, 1), curves=replace(known, uncertainty=0.5 * gain))
+    assert still == sure
+    unsure = choose_plan(op, *shape, dtype="float32", hosts=(0, 1), curves=replace(known, uncertainty=1.5 * gain))
+    assert unsure.sequential
+    assert "measurements lay" in unsure.reason
+    assert OverlapPlan.parse(str(unsure)).reason == unsure.reason
+
+
+def test_a_reason_says_what_was_chosen() -> None:
+    p = choose_plan("matmul_reduce_scatter", 2048, 3072, 768, dtype="float32", hosts=(0, 1), curves=curves(gbps=1.0))
+    assert p.reason.startswith(f"{len(p.groups)} groups of rows: ")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_messages_after_the_matmul_take_nothing_from_it(op: Op) -> None:
+    """Where all is computed first, or received first, no message meets a matmul: what it would take does not matter."""
+    p = OverlapPlan(op, 512, 3072, 768, "float32", (0, 1))
+    dear = replace(curves(gbps=1.0), cpu_per_byte=4e-9, cpu_per_message=1e-3)
+    free = replace(dear, cpu_per_byte=0.0, cpu_per_message=0.0)
+    if op.gathers:  # what came before is paid for before
+        assert simulated_seconds(p, free) <= simulated_seconds(p, dear)
+    else:
+        assert simulated_seconds(p, dear) == pytest.approx(simulated_seconds(p, free))
+
+
+def test_a_message_takes_from_the_matmul_only_while_both_last() -> None:
+    """Half of the product travels while the other half is computed, for four times as long."""
+    p = OverlapPlan(Op.ALL_REDUCE, 480, 3072, 768, "float32", (0, 1), tile_m=48, groups=(1, 1))
+    free = replace(curves(gbps=0.1), cpu_per_byte=0.0, add_bytes=1e15)
+    nbytes = 240 * 3072 * 4.0
+    half, wire = work_of(p, free).compute / 2, free.wire(nbytes)
+    assert wire > 4 * half
+    dear = replace(free, cpu_per_byte=half / nbytes)  # a message takes half of `half` of each rank, over its time
+
+    def computed(c: Curves) -> float:
+        return max(e.end for e in p.simulate(c).events if e.lane == "rank 0/compute")
+
+    late = computed(dear) - computed(free)
+    assert 0 < late < half * (2 * half / wire)
+
+
+@pytest.mark.parametrize("op", [o.value for o in OPS])
 def test_a_declared_cluster_needs_no_group(op: str) -> None:
     cluster = DeclaredCluster((1.0, 2.0, 1.0))
     p = plan_overlap(op, 2048, 3072, 768, dtype=torch.bfloat16, cluster=cluster, devices=2, flops=8e10)

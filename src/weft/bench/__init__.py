@@ -8,6 +8,7 @@ packed      models without padding; programs: a step of Trainer, a decoder as an
 serve       embeddings over HTTP, under load
 end_to_end  a tensor-parallel transformer: training, prefill, decoding; end_to_end_lab: what its ranks run
 systems     what is measured against what
+bounds      what a bound is made of, rows that are measured again, rows that are noisy
 harness     systems in turns; cases, measurements, results, rows
 machine     what a figure was measured on, and who else was using it
 

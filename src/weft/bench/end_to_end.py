@@ -7,12 +7,13 @@ given the same texts; a row whose losses or tokens differ fails. docs/end_to_end
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from weft.bench.bounds import NOISY_COLUMN, NOISY_NOTE, beats, message_cpu, settle, trust, with_cpu
 from weft.bench.end_to_end_lab import (
     FIRST,
     RUN_TIMEOUT,
@@ -40,8 +41,10 @@ NOTES = (
     "unpadded: the same on a packed batch (training), or one prompt at a time (prefill)",
     "vLLM: the fastest of one rank or two, eager or compiled, without the plugin; each is in the JSON",
     "- overlap: weft with every op's sequential plan; - packing: weft computes the padding, too",
-    "bound: the longest of flops at the measured peak, bytes over a card, and weights read from memory in decoding",
+    "bound: the longest of flops at the run's best peak, bytes over a card, and weights read from memory in decoding",
+    "+cpu: the same, when the cores that compute also carry the bytes, as these cards have them do",
     "exposed: the part of weft's time that was communication with nothing computed under it",
+    NOISY_NOTE,
 )
 OURS = "weft"
 # What people run today, with padding and without it.
@@ -49,6 +52,7 @@ PADDED = {WorkKind.TRAIN: "torch_padded", WorkKind.PREFILL: "hf_tp", WorkKind.DE
 UNPADDED = {WorkKind.TRAIN: "torch_packed", WorkKind.PREFILL: "hf_tp_loop"}
 
 COLUMNS = [
+    NOISY_COLUMN,
     Column("case", "ms"),
     Column("gbps", "Gbit/s", form=".2f"),
     Column("padded_ms", "padded", form=".0f"),
@@ -60,6 +64,7 @@ COLUMNS = [
     Column("weft_no_reshard_ms", "- reshard", form=".0f"),
     Column("weft_no_pipeline_ms", "- pipeline", form=".0f"),
     Column("bound_ms", "bound", form=".0f"),
+    Column("cpu_bound_ms", "+cpu", form=".0f"),
     Column("vs_padded", "/padded", form=".2f", bar=True),
     Column("vs_unpadded", "/unpad.", form=".2f"),
     Column("vs_vllm", "/vLLM", form=".2f"),
@@ -68,28 +73,62 @@ COLUMNS = [
 ]
 
 
+@dataclass(frozen=True)
+class PlaceResult:
+    """One kind of work at one place, measured; `step` is torch's on a fast link, where the place has a share."""
+
+    place: Place
+    kind: WorkKind
+    result: Result
+    gbps: float | None
+    step: TorchStep | None
+
+
+@dataclass(frozen=True)
+class CardsRun:
+    """What was measured on one kind of cards: places, the row of other promises, and what a byte takes of a core."""
+
+    found: Sequence[PlaceResult]
+    promises: Row | None
+    machine: Machine
+    cpu_per_byte: float
+
+
 def run(options: BenchOptions, *, scale: Scale | None = None) -> Report:
-    """A lab for each place, because each has its own links. `scale` is for tests, which have no time."""
+    """A lab for each place, because each has its own links. `scale` is for tests, which have no time.
+
+    Everything is measured before any bound is: a bound takes the best that the machine showed in the whole run.
+    """
     scale = scale or (quick() if options.quick else full())
-    return over_cards(options, partial(_run, options, scale))
+    runs = {cards: _measure(options, scale, cards) for cards in options.cards}
+    machine = Machine()
+    for each in runs.values():
+        machine = machine.best(each.machine)
+    return over_cards(options, lambda cards: _report(scale.load, runs[cards], machine))
 
 
-def _run(options: BenchOptions, scale: Scale, cards: str) -> Report:
+def _measure(options: BenchOptions, scale: Scale, cards: str) -> CardsRun:
     engines = None
     if scale.vllm and PYTHON.exists():
         engines = Engines.known(PYTHON.absolute(), compiled=not options.quick)
-    rows: list[Row] = []
-    figures: list[Figure] = []
+    found: list[PlaceResult] = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(scale.load, Path(folder), engines, cards)
         for place, kinds in track(scale.places, title=NAME):
             promises = scale.promises and place.is_headline
-            for row, result in bench.results(place, kinds, scale.rounds_of(place), promises=promises):
-                rows.append(row)
-                if row["kind"] == WorkKind.TRAIN.value and place.is_headline:
-                    figures.append(figure(result))
-    if scale.promises:
-        rows.append(promise_row(scale.rounds, cards=cards))
+            found += bench.results(place, kinds, scale.rounds_of(place), promises=promises)
+    row = promise_row(scale.rounds, cards=cards) if scale.promises else None
+    return CardsRun(found, row, bench.machine, message_cpu(cards))
+
+
+def _report(load: Load, run: CardsRun, machine: Machine) -> Report:
+    rows: list[Row] = []
+    figures: list[Figure] = []
+    for each in run.found:
+        rows.append(finished_row(each, load, machine, cpu_per_byte=run.cpu_per_byte))
+        if each.kind is WorkKind.TRAIN and each.place.is_headline:
+            figures.append(figure(each.result))
+    rows += [] if run.promises is None else [run.promises]
     absent = [] if PYTHON.exists() else [f"vLLM was not measured: there is no {PYTHON}; `make test-vllm` makes it"]
     return Report(
         NAME,
@@ -108,10 +147,11 @@ def demo() -> list[Headline]:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(load, Path(folder), None)
         # No time to see what torch needs: the wire takes half as long as all matmuls at this machine's peak.
-        seconds = place.size.train_flops(load.train_lengths) / bench.machine(decoding=False).flops
+        seconds = place.size.train_flops(load.train_lengths) / bench.look_at_machine(decoding=False).flops
         gbps = 8e-9 * place.size.train_bytes(load.train_tokens, place.hosts) / (0.5 * seconds)
         systems = ("torch_packed", "weft")
-        ((_, result),) = bench.results(place, (WorkKind.TRAIN,), 3, trained_by=systems, gbps=gbps)
+        (found,) = bench.results(place, (WorkKind.TRAIN,), 3, trained_by=systems, gbps=gbps, again=False)
+    result = replace(found.result, bound=bound_seconds(place, WorkKind.TRAIN, load, bench.machine, gbps))
     what = f"training step, 2 layers of width {place.size.width}, {gbps:.1f} Gbit/s, against torch on packed texts"
     return [result.headline(what, today="torch_packed", figures=[figure(result)])]
 
@@ -121,7 +161,7 @@ class Bench:
 
     def __init__(self, load: Load, folder: Path, engines: Engines | None, cards: str = "tcp") -> None:
         self._load, self._folder, self._engines, self._cards = load, folder, engines, cards
-        self._machine: Machine | None = None
+        self.machine = Machine()
         self._steps: dict[tuple[ModelSize, int, int], TorchStep] = {}
         self._saved: dict[ModelSize, Path] = {}
 
@@ -134,38 +174,42 @@ class Bench:
         promises: bool = False,
         trained_by: Sequence[str] = CORE_TRAIN_SYSTEMS,
         gbps: float | None = None,
-    ) -> list[tuple[Row, Result]]:
+        again: bool = True,
+    ) -> list[PlaceResult]:
         """What each kind of work gave at one place, in one lab; with `promises` also by weft without each of them.
 
-        `trained_by` are the other systems of a training row; `gbps` is for a place that has no share to choose it by.
+        `trained_by` are the other systems of a training row; `gbps` is for a place that has no share to choose it by;
+        `again` measures noisy rows again.
         """
         step = None
         if place.share is not None:
             step = self._torch_step(place)
             gbps = step.gbps(place.share)
-        machine = self.machine(decoding=WorkKind.DECODE in kinds)
+        self.look_at_machine(decoding=WorkKind.DECODE in kinds)
+        taken: Callable[[Callable[[], Result]], Result] = settle if again else (lambda take: take())
         found: dict[WorkKind, Result] = {}
         with Cluster(place.hosts, place.devices, gbps, cards="tcp" if gbps is None else self._cards) as lab:
             if WorkKind.TRAIN in kinds:
                 arguments = (place, self._load, rounds, tuple(TRAIN_SYSTEMS) if promises else trained_by)
-                found[WorkKind.TRAIN] = lab.run(measure_train, *arguments, timeout=RUN_TIMEOUT)[0]
+                found[WorkKind.TRAIN] = taken(lambda: lab.run(measure_train, *arguments, timeout=RUN_TIMEOUT)[0])
             if rest := [kind for kind in kinds if kind is not WorkKind.TRAIN]:
                 # vLLM knows nothing of hosts here: it is measured where all ranks are on one.
                 engines = self._engines if place.hosts == 1 else None
-                parts = (place, self._load, rounds, rest, str(self._model_folder(place.size)), engines, promises)
-                found |= lab.run(measure_generate, *parts, timeout=RUN_TIMEOUT)[0]
-        bounds = {kind: bound_seconds(place, kind, self._load, machine, gbps) for kind in found}
-        results = {kind: replace(result, bound=bounds[kind]) for kind, result in found.items()}
-        return [
-            (make_row(place, kind, self._load, result, gbps=gbps, step=step), result)
-            for kind, result in results.items()
-        ]
 
-    def machine(self, *, decoding: bool) -> Machine:
-        """What this machine can do."""
-        if self._machine is None or (decoding and not self._machine.bandwidth):
-            self._machine = measure_machine(decoding=decoding)
-        return self._machine
+                def generated(some: Sequence[WorkKind]) -> dict[WorkKind, Result]:
+                    parts = (place, self._load, rounds, some, str(self._model_folder(place.size)), engines, promises)
+                    return lab.run(measure_generate, *parts, timeout=RUN_TIMEOUT)[0]
+
+                first = generated(rest)  # all kinds at once: loading takes long
+                for kind in rest:
+                    found[kind] = taken(partial(_first_or_again, first, kind, generated))
+        return [PlaceResult(place, kind, result, gbps, step) for kind, result in found.items()]
+
+    def look_at_machine(self, *, decoding: bool) -> Machine:
+        """What this machine shows now; `machine` keeps the best of it."""
+        now = measure_machine(decoding=decoding)
+        self.machine = self.machine.best(now)
+        return now
 
     def _torch_step(self, place: Place) -> TorchStep:
         key = (place.size, place.hosts, place.devices)
@@ -179,7 +223,22 @@ class Bench:
         return self._saved[size]
 
 
+def _first_or_again(
+    first: dict[WorkKind, Result], kind: WorkKind, again: Callable[[Sequence[WorkKind]], dict[WorkKind, Result]]
+) -> Result:
+    """What was measured of a kind together with the others, or, once that is taken, what it gives alone."""
+    return first.pop(kind) if kind in first else again([kind])[kind]
+
+
 # ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def finished_row(found: PlaceResult, load: Load, machine: Machine, *, cpu_per_byte: float) -> Row:
+    """The row with its bounds, at the best that the machine showed."""
+    place, kind, gbps = found.place, found.kind, found.gbps
+    result = replace(found.result, bound=bound_seconds(place, kind, load, machine, gbps))
+    second = bound_seconds(place, kind, load, machine, gbps, cpu_per_byte=cpu_per_byte)
+    return {**make_row(place, kind, load, result, gbps=gbps, step=found.step), "cpu_bound_ms": second * 1e3}
 
 
 def make_row(
@@ -209,6 +268,7 @@ def make_row(
         **row,
         "bound_ms": bound * 1e3,
         "bound_fraction": bound / seconds[OURS],
+        **beats(result.bound, seconds.values()),
         "torch_share": None if step is None or packed is None else 1 - step.seconds / packed,
         **result.facts,
     }
@@ -233,26 +293,28 @@ def figure(result: Result) -> Figure:
     return result.figure(result.measured.case.name, *notes)
 
 
-def bound_seconds(place: Place, kind: WorkKind, load: Load, machine: Machine, gbps: float | None) -> float:
-    """The longest of: all flops at the measured peak, all bytes over a card, all weights read once a decoding step.
+def bound_seconds(
+    place: Place, kind: WorkKind, load: Load, machine: Machine, gbps: float | None, *, cpu_per_byte: float = 0.0
+) -> float:
+    """The longest of: all flops at the machine's best, all bytes over a card, all weights read once a decoding step.
 
-    Norms, the softmax, the optimiser and latency are free here, so that it is reached by nobody.
+    Norms, the softmax, the optimiser and latency are free here, so that it is reached by nobody. With `cpu_per_byte`,
+    what crosses between hosts takes its time from the cores that compute.
     """
     size, wire = place.size, 0.0 if gbps is None else 8e-9 / gbps
+
+    def longest(flops: float, sent: float, read: float = 0.0) -> float:
+        computing = with_cpu(flops / machine.flops, nbytes=sent * place.hosts, cpu_per_byte=cpu_per_byte)
+        return max(computing, sent * wire, read)
+
     if kind is WorkKind.TRAIN:
-        sent = size.train_bytes(load.train_tokens, place.hosts)
-        return max(size.train_flops(load.train_lengths) / machine.flops, sent * wire)
+        return longest(size.train_flops(load.train_lengths), size.train_bytes(load.train_tokens, place.hosts))
     if kind is WorkKind.PREFILL:
-        return max(
-            size.prefill_flops(load.prompt_lengths) / machine.flops,
-            size.forward_bytes(sum(load.prompt_lengths), place.hosts) * wire,
-        )
-    step = max(
-        size.forward_flops([1] * load.prompts, head_rows=load.prompts) / machine.flops,
-        size.forward_bytes(load.prompts, place.hosts) * wire,
-        size.decode_weight_bytes / machine.bandwidth,
-    )
-    return load.new_tokens * step
+        sent = size.forward_bytes(sum(load.prompt_lengths), place.hosts)
+        return longest(size.prefill_flops(load.prompt_lengths), sent)
+    flops = size.forward_flops([1] * load.prompts, head_rows=load.prompts)
+    sent = size.forward_bytes(load.prompts, place.hosts)
+    return load.new_tokens * longest(flops, sent, size.decode_weight_bytes / machine.bandwidth)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, object]:
@@ -275,6 +337,8 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
         "vllm_plugin_prefill": _plugin(prefill),
         "vllm_plugin_decode": _plugin(decode),
         "exposed_comm_fraction": max(column(train, "exposed"), default=None),
+        **trust(rows),
+        "noisy_extremes": ", ".join(row["case"] for row in (*train, *prefill, *decode) if row.get("noisy")),
     }
 
 
@@ -312,10 +376,12 @@ def promise_row(rounds: int, case: PipelineCase = PROMISE_CASE, *, cards: str = 
     """The row of these systems, measured in a lab of its own."""
     gbps = emulated_sizes(case).gbps(case.share)
     with Cluster(case.stages, case.devices, gbps, cards=cards) as lab:
-        measured = lab.run(_measure_promises, case, gbps, rounds, timeout=_PROMISE_TIMEOUT)[0]
+        job = (_measure_promises, case, gbps, rounds)
+        result = settle(lambda: Result(lab.run(*job, timeout=_PROMISE_TIMEOUT)[0]))
+    measured = result.measured
     return {
-        **measured.row(), "kind": "promises", "hosts": case.stages, "devices": case.devices, "gbps": gbps,
-        "is_headline": False, "padded_ms": measured.median("neither") * 1e3,
+        **measured.row(), **result.facts, "kind": "promises", "hosts": case.stages, "devices": case.devices,
+        "gbps": gbps, "is_headline": False, "padded_ms": measured.median("neither") * 1e3,
         "vs_padded": measured.ratio("neither", "weft"),
         "without_reshard": measured.ratio("weft_no_reshard", "weft"),
         "without_pipeline": measured.ratio("weft_no_pipeline", "weft"),

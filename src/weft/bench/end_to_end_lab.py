@@ -18,9 +18,19 @@ from functools import partial
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.bench.harness import Case, Measurement, Result, System, measure_ranks, rank_seconds, slowest, start_together
+from weft.bench.harness import (
+    Case,
+    Measurement,
+    Result,
+    System,
+    lab_meter,
+    measure,
+    measure_ranks,
+    slowest,
+    start_together,
+)
 from weft.bench.systems.end_to_end import Load, Place, WorkKind, token_lists, train_batch
-from weft.bench.systems.overlap import matmul_flops
+from weft.bench.systems.overlap import peak_flops
 from weft.bench.systems.parallel import (
     GENERATE_SYSTEMS,
     NO_OVERLAP,
@@ -153,10 +163,18 @@ def rank_mesh(rank: Rank) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Machine:
-    """What all cores together can do: flops a second in matmuls, bytes a second read from memory (0: not measured)."""
+    """The most that all cores together showed: flops a second in matmuls, bytes a second read (0: not asked).
 
-    flops: float
-    bandwidth: float
+    >>> Machine(3e9, 1e9).best(Machine(2e9, 4e9))
+    Machine(flops=3000000000.0, bandwidth=4000000000.0)
+    """
+
+    flops: float = 0.0
+    bandwidth: float = 0.0
+
+    def best(self, other: Machine) -> Machine:
+        """The best of both: a bound must hold in every moment of a run."""
+        return Machine(max(self.flops, other.flops), max(self.bandwidth, other.bandwidth))
 
 
 def measure_machine(*, decoding: bool) -> Machine:
@@ -168,10 +186,11 @@ def measure_machine(*, decoding: bool) -> Machine:
 
 def _rank_machine(rank: Rank, decoding: bool) -> Machine:
     """One rank's part while all are at work."""
-    flops, bandwidth = matmul_flops(), 0.0
+    flops, bandwidth = peak_flops(), 0.0
     if decoding:
         data = torch.ones(_READ_FLOATS)
-        bandwidth = data.nbytes / rank_seconds(data.sum)
+        case = Case("reading", {"sum": data.sum})
+        bandwidth = data.nbytes / measure(case, max_retries=0, meter=lab_meter(), agree=slowest).best("sum")
     return Machine(flops, bandwidth)
 
 

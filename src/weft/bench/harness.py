@@ -119,6 +119,10 @@ class Measurement:
         """The median seconds per call."""
         return statistics.median(self.seconds(system))
 
+    def best(self, system: str) -> float:
+        """The fewest seconds per call of all rounds: what a bound is made of."""
+        return min(self.seconds(system))
+
     def spread(self, system: str) -> float:
         """The interquartile range over the median: half of the rounds lie within it."""
         return relative_spread(self.seconds(system))

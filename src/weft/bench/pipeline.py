@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.bench.bounds import NOISY_COLUMN, NOISY_NOTE, beats, calm, noisy_extremes, settle, trust
 from weft.bench.harness import BenchOptions, Case, Result, column, measure_ranks, over_cards, slowest, traced, track
 from weft.bench.systems.pipeline import (
     SECONDS,
@@ -67,6 +68,7 @@ EAGER = ("eager", "eager_delay")
 TORCH = "torch"
 ALL = (*SYSTEMS, TORCH)
 COLUMNS = [
+    NOISY_COLUMN,
     Column("case", "model, stages x devices, share"),
     Column(f"{TORCH}_ms", "torch 1F1B", form=".0f"),
     *(Column(f"{name}_ms", name.replace("_", "+"), form=".0f") for name in SYSTEMS if name != "signal_delay"),
@@ -87,7 +89,7 @@ def _run(options: BenchOptions, cards: str) -> Report:
     chosen = quick_cases() if options.quick else list(cases())
     rows, figures = [], []
     for case in track(chosen, title=NAME):
-        result = _result(case, cards, 3 if options.quick else 7)
+        result = settle(partial(_result, case, cards, 3 if options.quick else 7))
         rows.append(_row(result))
         figures.append(result.figure(f"eager-1f1b: {case.name}"))
     return Report(
@@ -102,6 +104,7 @@ def _run(options: BenchOptions, cards: str) -> Report:
             "for each host and an all-gather inside; 1f1b: transfers beside computing, by the same runtime",
             "signal: the eager schedule with a few bytes in place of each tensor; eager vs ...: the better of the two",
             "real rows with more stages than cores share them",
+            NOISY_NOTE,
         ],
         figures=figures,
     )
@@ -140,8 +143,11 @@ def _row(result: Result) -> Row:
         "vs_synchronous": versus("synchronous"),
         "vs_1f1b": versus("1f1b"),
         "vs_torch": versus(TORCH),
-        "signal_fraction": (result.bound or 0.0) / measured.median(best),
+        "signal_fraction": min(measured.median(name) for name in SIGNALS) / measured.median(best),
+        "bound_ms": (result.bound or 0.0) * 1e3,
+        **beats(result.bound, (measured.median(s) for s in measured.case.systems if s not in SIGNALS)),
         "predict_error": statistics.median(result.prediction_errors),
+        **result.facts,
     }
 
 
@@ -154,7 +160,7 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
 
     errors = [
         abs(row[f"{name}_predicted_ms"] / row[f"{name}_ms"] - 1)
-        for row in rows
+        for row in calm(rows)
         for name in SYSTEMS
         if f"{name}_predicted_ms" in row
     ]
@@ -164,6 +170,8 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
         "signal_fraction_min": min(column(half, "signal_fraction")),
         "vs_torch_1f1b": min(column(rows, "vs_torch")),
         "predict_error_median": statistics.median(errors),
+        **trust(rows),
+        "noisy_extremes": noisy_extremes(half, {"signal_fraction_min": (min, "signal_fraction")}),
     }
 
 
@@ -224,7 +232,7 @@ def measure_case(rank: Rank, case: PipelineCase, gbps: float, rounds: int, names
         happened = traced(steps["eager"], rank)
     return Result(
         measured,
-        bound=min(measured.median(name) for name in SIGNALS),
+        bound=min(measured.best(name) for name in SIGNALS),  # nobody computes faster than with nothing to send
         predicted={name: simulation.seconds for name, simulation in simulations.items()},
         timelines=(Timeline(simulations["eager"].timeline.events, name="predicted"), happened),
     )

@@ -1,4 +1,8 @@
-"""How large are the groups of a matmul? From shapes and speeds to a plan. Pure: no group, no device, no environment.
+"""How large are the groups of a matmul? From work and speeds to a plan. Pure: no group, no device, no environment.
+
+The one place where that is chosen. Whoever plans says what the work is (units, their seconds, their bytes) and gives
+curves: `partition` finds the group sizes, and `decide` whether they are worth it, and says why. So do the CPU's ops
+(`choose_plan`), devices with streams (`overlap/streams/plans.py`), and GPUs on paper (`scale/ops.py`).
 
 `choose_plan` tries a few tilings and axes. For each, a recurrence proposes group sizes; simulations of the programs of
 all ranks then decide, and the best plan is improved step by step.
@@ -25,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 
-from weft.overlap.blocks import Axis, Topology
+from weft.overlap.blocks import Axis, Topology, cut_points
 from weft.overlap.plan import Op, OverlapPlan, Transport
 from weft.overlap.simulate import simulate
 from weft.overlap.speeds import Curves, Work, work_of
@@ -38,6 +42,8 @@ _TRIES = 64
 _FEW_UNITS = 4
 _EVEN = (1, 2, 4, 8, 16)
 _BETTER = 0.999
+# Units to try where each message holds a part of the device: the recurrence cannot count messages.
+_COARSER = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
 
 
 def choose_plan(
@@ -84,16 +90,35 @@ def ranked_plans(base: OverlapPlan, curves: Curves) -> list[OverlapPlan]:
         ((simulated_seconds(plan, curves), plan) for plan in (replace(s, groups=()) for s in (base, *shapes))),
         key=lambda pair: pair[0],
     )
-    found = []
-    for predicted, plan in refine(_proposals(shapes, curves), curves):
-        why = f"{predicted * 1e3:.3g} ms predicted, {seconds * 1e3:.3g} ms sequentially"
-        found.append(replace(plan, predicted=predicted, reason=why))
-    why_not = "there is nothing to overlap" if not found else (
-        f"overlap would take {(found[0].predicted or 0.0) * 1e3:.3g} ms, {seconds * 1e3:.3g} ms without"
-    )  # fmt: skip
-    sequential = replace(sequential, predicted=seconds, reason=why_not)
-    worth = [p for p in found if (p.predicted or 0.0) < WORTH * seconds]
-    return [*worth, sequential, *(p for p in found if p not in worth)]
+    found = refine(_proposals(shapes, curves), curves)
+    return decide(found, (seconds, sequential), uncertainty=curves.uncertainty)
+
+
+def decide(
+    found: Sequence[tuple[float, OverlapPlan]], sequential: tuple[float, OverlapPlan], *, uncertainty: float = 0.0
+) -> list[OverlapPlan]:
+    """Plans with their predicted seconds and reasons, from the one to follow on; the sequential one is among them.
+
+    A plan must gain more than the error of prediction, and more than `uncertainty`, the spread of what was measured.
+    """
+    seconds, plain = sequential
+    ranked = []
+    for predicted, plan in sorted(found, key=lambda pair: pair[0]):
+        took = f"{predicted * 1e3:.3g} ms predicted, {seconds * 1e3:.3g} ms sequentially"
+        ranked.append(replace(plan, predicted=predicted, reason=f"{_groups_text(plan)}: {took}"))
+    why_not = "there is nothing to overlap"
+    if ranked:
+        best = ranked[0].predicted or 0.0
+        why_not = f"overlap would take {best * 1e3:.3g} ms, {seconds * 1e3:.3g} ms without"
+        if best < WORTH * seconds:  # or it would not have been chosen anyway
+            why_not += f": a gain of {1 - best / seconds:.0%}, and measurements lay {uncertainty:.0%} apart"
+    worth = [p for p in ranked if (p.predicted or 0.0) < min(WORTH, 1 - uncertainty) * seconds]
+    return [*worth, replace(plain, predicted=seconds, reason=why_not), *(p for p in ranked if p not in worth)]
+
+
+def _groups_text(plan: OverlapPlan) -> str:
+    count, kind = len(plan.groups), "chunks" if plan.op.gathers else "groups"
+    return f"one {kind[:-1]} of {plan.axis.value}" if count == 1 else f"{count} {kind} of {plan.axis.value}"
 
 
 def _shapes(base: OverlapPlan) -> Iterator[OverlapPlan]:
@@ -127,8 +152,8 @@ def _proposals(shapes: Sequence[OverlapPlan], curves: Curves) -> list[tuple[Over
         work = work_of(shape, curves)
         # A single chunk that is received still hides behind the rows that are there.
         if work.units and any(work.nbytes) and (work.units > 1 or shape.op.gathers):
-            groups = best_groups(work, curves)
-            found.append((predict(work, groups, curves), replace(shape, groups=groups), work.units))
+            seconds, groups = partition(work, curves)
+            found.append((seconds, replace(shape, groups=groups), work.units))
     found.sort(key=lambda proposal: proposal[0])
     return [(plan, units) for _, plan, units in found]
 
@@ -239,6 +264,26 @@ def neighbours(groups: tuple[int, ...], units: int) -> Iterator[tuple[int, ...]]
 # The recurrence -------------------------------------------------------------------------------------------
 
 
+def partition(work: Work, curves: Curves) -> tuple[float, tuple[int, ...]]:
+    """The fewest predicted seconds, and the group sizes, in units, that take them.
+
+    Exact, but for what messages hold from their start to their end (`Curves.held`), since that grows with their number:
+    it is judged afterwards, for partitions of finer and of coarser units.
+    """
+    found = []
+    for units in (work.units, *(few for few in _COARSER if curves.held and few < work.units)):
+        cuts = cut_points(work.units, [1] * units)
+        ends = [cuts[unit] for unit in (0, *accumulate(best_groups(_merged(work, cuts), curves)))]
+        groups = tuple(b - a for a, b in pairwise(ends))
+        found.append((predict(work, groups, curves), groups))
+    return min(found)
+
+
+def _merged(work: Work, cuts: Sequence[int]) -> Work:
+    seconds = tuple(sum(work.seconds[a:b]) for a, b in pairwise(cuts))
+    return replace(work, seconds=seconds, nbytes=tuple(sum(work.nbytes[a:b]) for a, b in pairwise(cuts)))
+
+
 def best_groups(work: Work, curves: Curves) -> tuple[int, ...]:
     """The group sizes with the earliest end, exactly; O(T^2).
 
@@ -269,9 +314,13 @@ def predict(work: Work, groups: Sequence[int], curves: Curves) -> float:
         raise ValueError(f"groups are {tuple(groups)}, expected sizes of at least 1 that add up to {work.units}")
     prefix = _Prefix(work, curves)
     out, ends = 0.0, list(accumulate(groups[::-1] if work.backwards else groups))
+    sizes = []
     for start, end in pairwise([0, *ends]):
         out = prefix.sent(out, start, end)
-    return prefix.total(out, ends[-2] if len(ends) > 1 else 0)
+        sizes.append(prefix.nbytes[end] - prefix.nbytes[start])
+    during = sizes if work.backwards else sizes[:-1]  # the last group goes when all is computed
+    held = sum(curves.held * curves.wire(size) - curves.cpu_per_byte * size for size in during) if curves.held else 0.0
+    return prefix.total(out, ends[-2] if len(ends) > 1 else 0, held=held)
 
 
 def predict_sequential(work: Work, curves: Curves) -> float:
@@ -308,11 +357,14 @@ class _Prefix:
             return out
         return max(self.computed(start, end), out) + self.curves.wire(nbytes) + self.curves.cpu_per_message
 
-    def total(self, out: float, last: int) -> float:
-        """The end, when the last message is through at `out` and its group starts at `last`."""
+    def total(self, out: float, last: int, *, held: float = 0.0) -> float:
+        """The end, when the last message is through at `out` and its group starts at `last`.
+
+        `held` is what messages cost beyond what was counted for their bytes.
+        """
         work, all_units = self.work, self.work.units
         computed = work.compute + self.curves.cpu_per_byte * self.nbytes[last if not work.backwards else all_units]
-        return self.curves.call_overhead + max(computed + work.after, out + work.last)
+        return self.curves.call_overhead + max(computed + work.after + held, out + work.last)
 
 
 def partitions(units: int) -> Iterator[tuple[int, ...]]:

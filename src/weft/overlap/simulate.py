@@ -2,8 +2,9 @@
 
 Each rank has lanes whose actions come one after the other: `compute`, `send` and `comm` (receiving and adding up). An
 action starts when its lane is free and what it needs is there. A message takes the card of the sending host, outwards,
-and that of the receiving host, inwards, for as long as the wire's curve says, and then its share of CPU from the
-matmuls of both ranks. Programs that wait for each other would show here as an error, before any rank does.
+and that of the receiving host, inwards, for as long as the wire's curve says, and meanwhile its share of CPU from the
+matmuls of both ranks, as far as these last. Programs that wait for each other would show here as an error, before any
+rank does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from weft.overlap.speeds import Curves, item_bytes, row_seconds
 from weft.timeline import Event, Kind, Timeline
 
 Key = tuple[object, ...]
+_SETTLES = 4  # times that the end of a stretch is found again, with what is taken until then
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,25 @@ class SimulatedAction:
     flops: float | None = None
 
 
+@dataclass(frozen=True)
+class _Load:
+    """CPU seconds that something takes of a rank's core between two moments, evenly."""
+
+    start: float
+    end: float
+    cpu: float
+
+    def until(self, time: float) -> float:
+        """The CPU seconds that are taken by then."""
+        if time >= self.end:
+            return self.cpu
+        return self.cpu * max(0.0, time - self.start) / (self.end - self.start)
+
+    def after(self, time: float) -> _Load:
+        """What is left of it then."""
+        return _Load(max(time, self.start), self.end, self.cpu - self.until(time))
+
+
 @dataclass
 class _World:
     """What is known so far, and until when each lane and card is taken."""
@@ -46,7 +67,7 @@ class _World:
     curves: Curves
     known: dict[Key, float] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
-    owed: dict[int, float] = field(default_factory=dict)  # CPU that messages took from each rank's matmul
+    loads: dict[int, list[_Load]] = field(default_factory=dict)  # what is still to be taken from each rank's matmul
     events: list[Event] = field(default_factory=list)
 
     def start_of(self, lane: str, action: SimulatedAction) -> float | None:
@@ -67,13 +88,28 @@ class _World:
             start, end = self._transmit(start, *action.message)
         else:
             if lane.endswith("compute"):
-                end += self.owed.pop(rank, 0.0)
+                end = self._computed(rank, end)
             else:  # sums and copies take their time from the matmul, too
-                self.owed[rank] = self.owed.get(rank, 0.0) + action.seconds
+                self._take(rank, start, end, action.seconds)
             self.busy[lane] = end
         self.known |= dict.fromkeys(action.gives, end)
         nbytes = None if action.message is None else int(action.message[2])
         self.events.append(Event(lane, action.kind, action.name, start, end, bytes=nbytes, flops=action.flops))
+
+    def _take(self, rank: int, start: float, end: float, cpu: float) -> None:
+        if cpu:
+            self.loads.setdefault(rank, []).append(_Load(start, max(end, start + cpu), cpu))
+
+    def _computed(self, rank: int, alone: float) -> float:
+        """When a stretch of the matmul ends that would end at `alone` if nothing took any of the core.
+
+        What messages take after the matmul's end delays nothing: the core is free then.
+        """
+        loads, end = self.loads.get(rank, []), alone
+        for _ in range(_SETTLES):
+            end = alone + sum(load.until(end) for load in loads)
+        self.loads[rank] = [load.after(end) for load in loads if load.end > end]
+        return end
 
     def _transmit(self, start: float, source: int, target: int, nbytes: float) -> tuple[float, float]:
         here, there = self.plan.hosts[source], self.plan.hosts[target]
@@ -86,7 +122,7 @@ class _World:
         self.busy |= {out: start + seconds, into: end}
         for rank in (source, target):
             cpu = (self.curves.cpu_per_message + self.curves.cpu_per_byte * nbytes) / 2
-            self.owed[rank] = self.owed.get(rank, 0.0) + cpu
+            self._take(rank, end - seconds if rank == target else start, end, cpu)
         return start, end
 
 

@@ -69,6 +69,8 @@ class Curves:
     call_overhead:  seconds from the call to the first tile, and after the last
     cpu_per_message:  CPU seconds that a message takes from the matmul, however small it is
     handover:       seconds that it takes to give work to another thread and to hear that it is done
+    held:           the part of a device that a message holds from its start to its end, such as a collective's kernel
+    uncertainty:    how far repeated measurements of these lay apart, as a part of themselves; 0 for what is declared
     """
 
     wire: Curve
@@ -78,6 +80,8 @@ class Curves:
     call_overhead: float
     cpu_per_message: float = 0.0
     handover: float = 0.0
+    held: float = 0.0
+    uncertainty: float = 0.0
 
     @classmethod
     def of_cluster(cls, cluster: DeclaredCluster, *, flops: float, add_bytes: float = 1e10) -> Curves:
@@ -130,6 +134,8 @@ def slowest(curves: Sequence[Curves]) -> Curves:
         call_overhead=max(c.call_overhead for c in curves),
         cpu_per_message=max(c.cpu_per_message for c in curves),
         handover=max(c.handover for c in curves),
+        held=max(c.held for c in curves),
+        uncertainty=max(c.uncertainty for c in curves),
     )
 
 
@@ -157,6 +163,34 @@ class Work:
     def compute(self) -> float:
         """Seconds of all computing."""
         return self.before + sum(self.seconds)
+
+
+def work_in_waves(
+    op: Op, *, ranks: int, tiles: int, at_once: int, seconds: float, nbytes: float, units: int, after: float = 0.0
+) -> Work:
+    """The work of a device that computes `at_once` tiles at a time: they end together, so nothing finer can be sent.
+
+    `seconds` and `nbytes` are those of the whole matmul and of all that a rank sends, `units` the most to cut it into,
+    `after` the seconds of sums. Where the input travels, the rows that are there fill the first waves.
+
+    >>> work = work_in_waves(Op.ALL_REDUCE, ranks=2, tiles=10, at_once=4, seconds=3.0, nbytes=100.0, units=96)
+    >>> work.seconds, work.nbytes
+    ((1.0, 1.0, 1.0), (40.0, 40.0, 20.0))
+    """
+    waves = -(-tiles // at_once)
+    ahead = waves // ranks if op.gathers else 0
+    cuts = wave_cuts(waves - ahead, units)
+    each = tuple(seconds / waves * (b - a) for a, b in pairwise(cuts))
+    if op.gathers:
+        shares = tuple(nbytes * (b - a) / (waves - ahead) for a, b in pairwise(cuts))
+        return Work(each, shares, before=seconds / waves * ahead, backwards=True)
+    done = [min(at_once * cut, tiles) for cut in cuts]  # the last wave has only the tiles that are left over
+    return Work(each, tuple(nbytes * (b - a) / tiles for a, b in pairwise(done)), after=after, last=after / len(each))
+
+
+def wave_cuts(waves: int, units: int) -> tuple[int, ...]:
+    """Where each of so many units begins, in waves, and the end."""
+    return cut_points(waves, [1] * min(waves, units))
 
 
 def item_bytes(dtype: str) -> int:

@@ -251,11 +251,12 @@ def declared_curves(gpu: Gpu, op: Op, size: int, transport: Transport, *, dtype:
     if transport is Transport.MESSAGES:
         rate, count = ring_rate(gpu, size), steps(op, size)
         wire = envelope([(base + count * step, rate * share) for base, step, share in _PROTOCOLS[gpu.wire]])
-        lost = gpu.channels / gpu.processors / rate
+        held = gpu.channels / gpu.processors
+        lost = held / rate
     else:
         trips = 2 if op is Op.ALL_REDUCE else 1
         wire = envelope([(trips * _WRITE_LATENCY[gpu.wire], write_rate(gpu, size))])
-        lost = 0.0
+        held = lost = 0.0
     return Curves(
         wire=wire,
         flops=gpu.flops(dtype),
@@ -263,4 +264,5 @@ def declared_curves(gpu: Gpu, op: Op, size: int, transport: Transport, *, dtype:
         cpu_per_byte=lost,
         call_overhead=LAUNCH_SECONDS,
         cpu_per_message=LAUNCH_SECONDS,
+        held=held,
     )

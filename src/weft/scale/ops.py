@@ -1,27 +1,23 @@
 """One overlapped matmul on declared GPUs: its work in waves of tiles, and the best way to cut it into groups.
 
-The search and the predictor are those of the CPU's planner. Tiles of a wave end together, so that nothing finer than a
-wave can be sent earlier. A collective holds some multiprocessors from its launch to its end. The predictor counts that
-for the bytes; what it costs to start is added here, for partitions of finer and of coarser units, and so decides
-between many groups and few.
+Group sizes are chosen where the CPU's are (`weft.overlap.search`), from work in waves and declared curves. Tiles of a
+wave end together, so that nothing finer than a wave can be sent earlier. A collective holds some multiprocessors from
+its launch to its end, which decides between many groups and few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from weft.overlap.blocks import cut_points
 from weft.overlap.plan import Op, OverlapPlan, Transport
-from weft.overlap.search import WORTH, best_groups, bound, predict, predict_sequential
-from weft.overlap.speeds import Curves, Work
+from weft.overlap.search import bound, decide, partition, predict_sequential
+from weft.overlap.speeds import Curves, Work, wave_cuts, work_in_waves
 from weft.scale.gpus import ITEM_BYTES, LAUNCH_SECONDS, Gpu, Matmul, declared_curves, find_gpu, tilings, wire_bytes
 from weft.timeline import overlap_efficiency
 
 _MOST_UNITS = 96  # the search is quadratic; waves of a matmul with more of them go together
-_COARSER = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
 
 
 @dataclass(frozen=True)
@@ -131,18 +127,15 @@ def _predicted(cases: tuple[WaveCase, ...], transports: tuple[Transport, ...]) -
     wire = plain.wire(sum(work.nbytes))
     # Without a tail this is compute, then wire; with one, the collective runs behind it.
     sequential = predict_sequential(replace(work, after=max(0.0, case.tail - wire)), plain)
-    best, plan, limit = sequential, case.plan(Transport.MESSAGES), sequential
+    limit, found = sequential, []
     for transport in transports:
         limit = min(limit, max(bound(work, case.curves(transport)), work.compute + case.tail))
-        for tiled in cases:
-            seconds, groups = best_partition(tiled, transport)
-            if seconds < min(best, WORTH * sequential):
-                best, plan = seconds, tiled.plan(transport, groups)
-    why = f"{best * 1e3:.3g} ms predicted, {sequential * 1e3:.3g} ms sequentially"
-    if plan.sequential:
-        why = f"{case.matmul.waves} waves: overlap is not worth it, {sequential * 1e3:.3g} ms without"
+        found += [tiled.best_plan(transport) for tiled in cases]
+    plan = decide(found, (sequential, case.plan(Transport.MESSAGES)))[0]
+    best, waves = plan.predicted or sequential, case.matmul.waves
+    plan = replace(plan, reason=f"{waves} wave{'s' * (waves > 1)}; {plan.reason}")
     alone = case.matmul.seconds + LAUNCH_SECONDS + case.tail
-    return OpPrediction(replace(plan, predicted=best, reason=why), alone, wire, sequential, best, limit)
+    return OpPrediction(plan, alone, wire, sequential, best, limit)
 
 
 @dataclass(frozen=True)
@@ -171,14 +164,9 @@ class WaveCase:
         return tuple(cls(gpu, op, m, n, k, tp, dtype, t, tail) for t in tilings(gpu, m, n, k, dtype=dtype))
 
     @property
-    def ahead(self) -> int:
-        """Waves of the rows that are there from the start, as far as they fill whole ones."""
-        return self.matmul.waves // self.tp if self.op.gathers else 0
-
-    @property
     def waves(self) -> int:
-        """Waves whose tiles travel, or wait for what does."""
-        return self.matmul.waves - self.ahead
+        """Waves whose tiles travel, or wait for what does; the rows that are there from the start fill the others."""
+        return self.matmul.waves - (self.matmul.waves // self.tp if self.op.gathers else 0)
 
     def curves(self, transport: Transport) -> Curves:
         return declared_curves(self.gpu, self.op, self.tp, transport, dtype=self.dtype)
@@ -189,54 +177,28 @@ class WaveCase:
         plan = OverlapPlan(self.op, self.m, self.n, self.k, self.dtype, hosts, transport, groups=groups)
         return replace(plan, tile_m=found.tile_m, tile_n=found.tile_n)
 
-    def cuts(self, units: int) -> tuple[int, ...]:
-        """Where each of so many units begins, in waves, and the end."""
-        return cut_points(self.waves, [1] * min(self.waves, units))
-
-    def work(self, transport: Transport, units: int = _MOST_UNITS) -> Work:
-        """The waves in so many units."""
-        item, found, cuts = ITEM_BYTES[self.dtype], self.matmul, self.cuts(units)
-        nbytes = wire_bytes(self.op, m=self.m, n=self.n, k=self.k, item=item, size=self.tp)
-        wave = found.seconds / found.waves
-        seconds = tuple(wave * (b - a) for a, b in pairwise(cuts))
-        if self.op.gathers:
-            shares = tuple(nbytes * (b - a) / self.waves for a, b in pairwise(cuts))
-            return Work(seconds, shares, before=wave * self.ahead, backwards=True)
-        # The last wave has only the tiles that are left over.
-        done = [min(self.gpu.processors * cut, found.tiles) for cut in cuts]
-        shares = tuple(nbytes * (b - a) / found.tiles for a, b in pairwise(done))
+    def work(self, transport: Transport) -> Work:
+        """The waves, at most 96 units of them."""
+        item, found = ITEM_BYTES[self.dtype], self.matmul
         # Through windows each adds up its share of the rows: it reads the parts of all, and writes the sum.
         summed = transport is Transport.WINDOWS and self.op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE)
         added = -(-self.m // self.tp) * self.n * item * (self.tp + 1) / self.gpu.copy_rate if summed else 0.0
-        return Work(seconds, shares, after=added + self.tail, last=added / len(seconds))
+        nbytes = wire_bytes(self.op, m=self.m, n=self.n, k=self.k, item=item, size=self.tp)
+        work = work_in_waves(
+            self.op, ranks=self.tp, tiles=found.tiles, at_once=self.gpu.processors, seconds=found.seconds,
+            nbytes=nbytes, units=_MOST_UNITS, after=added,
+        )  # fmt: skip
+        return work if self.op.gathers else replace(work, after=added + self.tail)
 
+    def best_plan(self, transport: Transport) -> tuple[float, OverlapPlan]:
+        """The fewest seconds, and the plan that takes them, whose groups count waves.
 
-def best_partition(case: WaveCase, transport: Transport) -> tuple[float, tuple[int, ...]]:
-    """The fewest seconds, and the groups in waves that take them.
-
-    >>> from weft.scale.gpus import find_gpu
-    >>> case, _ = WaveCase.each(find_gpu("A100"), Op.REDUCE_SCATTER, 4096, 12288, 6144, 8, "bfloat16")
-    >>> [len(best_partition(case, transport)[1]) for transport in Transport]
-    [26, 12]
-    """
-    curves, found = case.curves(transport), []
-    coarser = [units for units in _COARSER if units < case.waves] if transport is Transport.MESSAGES else []
-    for units in (_MOST_UNITS, *coarser):
-        work, cuts = case.work(transport, units), case.cuts(units)
-        groups = best_groups(work, curves)
-        held = held_seconds(case, transport, work, groups, curves)
+        >>> from weft.scale.gpus import find_gpu
+        >>> case, _ = WaveCase.each(find_gpu("A100"), Op.REDUCE_SCATTER, 4096, 12288, 6144, 8, "bfloat16")
+        >>> [len(case.best_plan(transport)[1].groups) for transport in Transport]
+        [26, 12]
+        """
+        seconds, groups = partition(self.work(transport), self.curves(transport))
+        cuts = wave_cuts(self.waves, _MOST_UNITS)
         ends = [cuts[unit] for unit in (0, *accumulate(groups))]
-        sizes = tuple(b - a for a, b in pairwise(ends))
-        found.append((predict(replace(work, after=work.after + held), groups, curves), sizes))
-    return min(found)
-
-
-def held_seconds(case: WaveCase, transport: Transport, work: Work, groups: Sequence[int], curves: Curves) -> float:
-    """Seconds of the matmul that collectives cost beyond those that the predictor counts for their bytes."""
-    if transport is Transport.WINDOWS:
-        return 0.0
-    ends = (0, *accumulate(groups))
-    sizes = [sum(work.nbytes[a:b]) for a, b in pairwise(ends)]
-    during = sizes if work.backwards else sizes[:-1]  # the last group goes when all is computed
-    share = case.gpu.channels / case.gpu.processors
-    return sum(share * curves.wire(size) - curves.cpu_per_byte * size for size in during)
+        return seconds, self.plan(transport, tuple(b - a for a, b in pairwise(ends)))

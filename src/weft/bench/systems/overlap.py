@@ -6,12 +6,15 @@ torch:       the matmul, then the collective, with gloo
 decomposed:  the matmul in P or 2 P chunks, each chunk's collective running while the next is computed; the faster
 sequential:  weft's matmul, then weft's communication
 weft:        the plan that a user gets who does not give one
+
+And what no system beats: the matmul alone, the wire alone, and both at once where neither waits for the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft import overlap
-from weft.bench.harness import System, rank_seconds
+from weft.bench.harness import Case, System, lab_meter, measure, rank_seconds, slowest
 from weft.comm import Group
 from weft.kernels import linear
 from weft.overlap.executor.resources import pack
@@ -117,6 +120,21 @@ def matmul_flops() -> float:
     return 2.0 * m * k * n / rank_seconds(lambda: linear(x, w))
 
 
+_PEAK_SHAPES = ((256, 1024, 1024), (1024, 768, 3072), (1024, 3072, 768))
+
+
+def peak_flops() -> float:
+    """The most flops a second that this rank shows in any matmul, weft's or torch's, while all ranks compute."""
+    best = 0.0
+    for m, k, n in _PEAK_SHAPES:
+        x, w = torch.randn(m, k), torch.randn(n, k)
+        packed = pack(w)
+        calls: dict[str, System] = {"weft": partial(linear, x, packed), "torch": partial(F.linear, x, w)}
+        measured = measure(Case("peak", calls), rounds=5, max_retries=0, meter=lab_meter(), agree=slowest)
+        best = max(best, *(2.0 * m * k * n / measured.best(name) for name in calls))
+    return best
+
+
 class Systems:
     """The inputs of one case on one rank, and every system as a function without arguments."""
 
@@ -140,18 +158,19 @@ class Systems:
     def matmul(self) -> Tensor:
         return linear(self.whole, self.packed, out=self.out)
 
-    def wire(self, group: Group) -> System:
-        """The bytes of the op, rank to rank, and nothing else."""
+    def wire(self, group: Group, *, beside: System = bool) -> System:
+        """The bytes of the op, rank to rank, and nothing else but what is computed `beside` them and waits for none."""
         here = group.hosts[self.rank]
         peers = [r for r in range(self.size) if group.hosts[r] != here]
         if not peers:
-            return lambda: None
+            return beside
         nbytes = int(self.case.card_bytes / self.case.devices / len(peers))
         out, into = torch.zeros(nbytes, dtype=torch.uint8), [torch.empty(nbytes, dtype=torch.uint8) for _ in peers]
 
         def exchange() -> None:
             transfers = [group.recv(data, peer) for data, peer in zip(into, peers, strict=True)]
             transfers += [group.send(out, peer) for peer in peers]
+            beside()
             for transfer in transfers:
                 transfer.wait(what="the wire alone")
 

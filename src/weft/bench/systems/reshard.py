@@ -30,7 +30,7 @@ from weft.comm import Group
 from weft.lab import Rank
 from weft.layout import Box, ShardSizes
 from weft.layout.mesh import DeclaredCluster
-from weft.reshard import Executor, TensorSpec, plan_tensors
+from weft.reshard import Executor, Plan, TensorSpec, plan_tensors
 from weft.reshard.tensors import to_dtensor
 from weft.timeline import Timeline
 
@@ -61,6 +61,7 @@ def measure_case(
         bound=best.lower_bound,
         predicted={strategy: plan.seconds for strategy, plan in plans.items()},
         timelines=(Timeline(best.simulate().events, name="predicted"), happened),
+        facts={"wire_bytes": _wire_bytes(best)},
     )
 
 
@@ -84,8 +85,17 @@ def measure_state(
         }
         measured = measure_ranks(Case(name, systems), rank, rounds, agree=shards.agree)
     largest = shards.agree(float(staging))
-    facts = {"staging_peak_mb": largest / 1e6, "staging_limit_mb": limit / 1e6}
+    facts = {
+        "staging_peak_mb": largest / 1e6,
+        "staging_limit_mb": limit / 1e6,
+        "wire_bytes": _wire_bytes(plan),
+    }
     return None if rank.rank else Result(measured, plan.lower_bound, {"weft": plan.seconds}, facts=facts)
+
+
+def _wire_bytes(plan: Plan) -> int:
+    """What leaves all hosts together."""
+    return sum(traffic.out for traffic in plan.bytes_by_card.values())
 
 
 def full_broadcast(specs: Sequence[TensorSpec], rank: Rank, src: Shards, dst: Shards) -> Callable[[], None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,9 +26,10 @@ from weft.overlap.speeds import Curve, Curves, slowest, subadditive
 
 _MOST_FITTED = 1024  # all-to-all has another number of rows in every call
 _SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
-_MATMUL = (96, 512, 1024)  # m, k, n: small enough to be quick, large enough to run at full speed
+_MATMUL = (96, 1024, 2048)  # m, k, n: quick, but with a weight that the fastest caches do not hold, as in use
 _ADD_BYTES = 1 << 22
 _REPEATS = 5
+_STRETCHES = 3  # in which the matmul is measured, with other probes between: one disturbance does not meet all
 # (bytes, messages) that travel beside a matmul: few large ones and many small ones tell a byte's cost from a message's.
 _LARGE, _SMALL = (1 << 19, 4), (1 << 14, 32)
 
@@ -122,30 +123,57 @@ def measure_curves(group: Group) -> Curves:
     def matmul() -> None:
         linear(x, w)
 
-    seconds = _fastest(matmul)
-    a, b = torch.ones(_ADD_BYTES // 4), torch.ones(_ADD_BYTES // 4)
-    added = _fastest(lambda: torch.add(a, b, out=a))
-    points = _wire(group, topology)
-    per_byte, per_message = _taken(group, topology, matmul)
+    matmuls, sums = [], []
+    for _ in range(_STRETCHES):
+        matmuls += _times(matmul)
+        sums += _sums()
+    points, apart = _wire(group, topology)
+    per_byte, per_message, lost_apart = _taken(group, topology, matmul)
     mine = Curves(
         wire=Curve(points),
-        flops=2.0 * _MATMUL[0] * _MATMUL[1] * _MATMUL[2] / seconds,
-        add_bytes=2 * _ADD_BYTES / added,
+        flops=2.0 * _MATMUL[0] * _MATMUL[1] * _MATMUL[2] / min(matmuls),
+        add_bytes=2 * _ADD_BYTES / statistics.median(sums),
         cpu_per_byte=per_byte,
         call_overhead=points[0][1],
         cpu_per_message=per_message,
         handover=_handover(),
+        uncertainty=max(_apart(matmuls), apart, lost_apart),
     )
     return slowest([Curves.from_json(text) for text in group.tell("curves", mine.to_json())])
 
 
-def _fastest(call: Callable[[], object], *, repeats: int = _REPEATS) -> float:
-    best = float("inf")
+def _times(call: Callable[[], object], *, repeats: int = _REPEATS) -> list[float]:
+    found = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
-        best = min(best, time.perf_counter() - start)
-    return best
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def _fastest(call: Callable[[], object], *, repeats: int = _REPEATS) -> float:
+    return min(_times(call, repeats=repeats))
+
+
+def _apart(times: Sequence[float]) -> float:
+    """How far apart the middle half of some measurements lies, as a part of their median.
+
+    >>> _apart([1.0, 1.0, 1.0, 1.5, 9.0])
+    0.5
+    """
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def _sums() -> list[float]:
+    """Seconds of sums as a call makes them: parts that lie in memory, into an output that is new."""
+    parts = [torch.ones(_ADD_BYTES // 4) for _ in range(4)]
+    found = []
+    for i in range(len(parts)):
+        start = time.perf_counter()
+        torch.add(parts[i - 1], parts[i], out=torch.empty(_ADD_BYTES // 4))
+        found.append(time.perf_counter() - start)
+    return found
 
 
 def _handover() -> float:
@@ -153,40 +181,51 @@ def _handover() -> float:
     return _fastest(lambda: worker.start(lambda job: job.agreed()).join(seconds=PROBE.seconds))
 
 
-def _wire(group: Group, topology: Topology) -> tuple[tuple[float, float], ...]:
-    """Bytes of a host's card against seconds: one rank of each host sends to the next host and receives."""
+def _wire(group: Group, topology: Topology) -> tuple[tuple[tuple[float, float], ...], float]:
+    """Bytes of a host's card against seconds: one rank of each host sends to the next host and receives.
+
+    And how far apart the measurements of the largest message lie.
+    """
     points: list[tuple[float, float]] = []
+    apart = 0.0
     for size in _SIZES:
         group.barrier(f"probe of {size} bytes")
         neighbours = _neighbours(group, topology)
         seconds = 1e-6  # never the slowest
         if neighbours is not None:
-            seconds = _fastest(partial(_swap, group, *neighbours, size), repeats=3 if size >= 1 << 20 else _REPEATS)
+            times = _times(partial(_swap, group, *neighbours, size), repeats=3 if size >= 1 << 20 else _REPEATS)
+            seconds, apart = min(times), _apart(times)
         points.append((float(size), seconds))
-    return subadditive(points)
+    return subadditive(points), apart
 
 
-def _taken(group: Group, topology: Topology, matmul: Callable[[], None]) -> tuple[float, float]:
+def _taken(group: Group, topology: Topology, matmul: Callable[[], None]) -> tuple[float, float, float]:
     """CPU seconds that a byte and a message take from a matmul that runs beside them.
 
-    More than the same messages cost alone: they interrupt the matmul and displace its data from the caches.
+    More than the same messages cost alone: they interrupt the matmul and displace its data from the caches. And how far
+    apart the measurements of large messages lie, as a part of the time that these took. Of five the second lowest
+    counts: other programs only ever add to it.
     """
-    neighbours, worker, costs = _neighbours(group, topology), Worker("weft-probe"), []
+    neighbours, worker = _neighbours(group, topology), Worker("weft-probe")
+    costs, apart = [], 0.0
     for size, messages in (_LARGE, _SMALL):
         group.barrier(f"probe of {messages} messages of {size} bytes beside a matmul")
         if neighbours is not None:
             swaps = partial(_swap, group, *neighbours, size, messages)
-            costs.append(statistics.median(_lost(worker, swaps, matmul) for _ in range(3)))
+            lost = sorted(_lost(worker, swaps, matmul) for _ in range(_REPEATS))
+            costs.append(lost[1][0])
+            if (size, messages) == _LARGE:
+                apart = (lost[3][0] - lost[1][0]) / statistics.median(elapsed for _, elapsed in lost)
     if not costs:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     (large, count), (small, many) = _LARGE, _SMALL
     # costs[0] = count * (message + large * byte), costs[1] = many * (message + small * byte)
     per_byte = max(0.0, (costs[0] / count - costs[1] / many) / (large - small))
-    return per_byte, max(0.0, costs[1] / many - small * per_byte)
+    return per_byte, max(0.0, costs[1] / many - small * per_byte), apart
 
 
-def _lost(worker: Worker, swaps: Callable[[], None], matmul: Callable[[], None]) -> float:
-    """Seconds by which matmuls come later while the worker swaps messages."""
+def _lost(worker: Worker, swaps: Callable[[], None], matmul: Callable[[], None]) -> tuple[float, float]:
+    """Seconds by which matmuls come later while the worker swaps messages, and the seconds that these take."""
     alone = _fastest(matmul, repeats=3)
     job = worker.start(lambda job: swaps())
     start, done = time.perf_counter(), 0
@@ -195,7 +234,7 @@ def _lost(worker: Worker, swaps: Callable[[], None], matmul: Callable[[], None])
         done += 1
     elapsed = time.perf_counter() - start
     job.join(seconds=PROBE.seconds)
-    return max(0.0, elapsed - done * alone)
+    return max(0.0, elapsed - done * alone), elapsed
 
 
 def _neighbours(group: Group, topology: Topology) -> tuple[int, int] | None:

@@ -1,7 +1,8 @@
 """Overlapped matmuls on devices with streams: the executor of GPUs. Its functions are those of `MatmulExecutor`.
 
 collectives  matmuls whose input or output travels
-state        what is kept for a group: streams, the other ranks' memory, tables, late kernels; and the plans of a device
+state        what is kept for a group: streams, the other ranks' memory, tables, late kernels
+plans        what the search of group sizes is told of such devices; which plans they can follow
 device       streams and mapped memory: of a GPU, and the same with threads and windows on a CPU
 
 A call puts everything into two streams and returns: the host waits for nothing, so a call can be captured in a graph

@@ -22,7 +22,7 @@ from stream_cases import (
 from weft.overlap import Op, Transport
 from weft.overlap.blocks import Axis
 from weft.overlap.plan import shared_dims
-from weft.overlap.streams.state import check_plan, default_plan, tile_that_divides
+from weft.overlap.streams.plans import check_plan, plan_on_streams, tile_that_divides
 
 SHAPES = {2: [(48, 64, 24), (3, 33, 5)], 3: [(37, 50, 17)]}
 
@@ -79,9 +79,9 @@ def test_a_collective_that_fails():
 
 
 @pytest.mark.parametrize("op", Op)
-def test_default_plans_follow_from_what_all_ranks_know(op):
+def test_plans_follow_from_what_all_ranks_know(op):
     texts = {
-        default_plan(op, 4096 + m, 5120 + n, 512 + k, *HALF, maps=True, tiles_at_once=132).shared_text()
+        plan_on_streams(op, 4096 + m, 5120 + n, 512 + k, *HALF, maps=True, tiles_at_once=132).shared_text()
         for m, n, k in own_sizes(op)
     }
     assert len(texts) == 1
@@ -96,21 +96,24 @@ def own_sizes(op):
 HALF = ("bfloat16", (0,) * 8)
 
 
-def test_default_plans():
+def test_plans_without_one_given():
     big = {"maps": True, "tiles_at_once": 132}
-    gathered = default_plan(Op.ALL_GATHER, 8192, 6144, 12288, *HALF, **big)
+    gathered = plan_on_streams(Op.ALL_GATHER, 8192, 6144, 12288, *HALF, **big)
     assert gathered.transport is Transport.WINDOWS
-    assert gathered.groups == (1,)
-    scattered = default_plan(Op.REDUCE_SCATTER, 8192, 12288, 6144, *HALF, **big)
+    assert not gathered.sequential
+    assert "ms predicted" in gathered.reason
+    scattered = plan_on_streams(Op.REDUCE_SCATTER, 8192, 12288, 6144, *HALF, **big)
     assert (scattered.transport, scattered.tile_m) == (Transport.WINDOWS, 128)
-    apart = default_plan(Op.REDUCE_SCATTER, 8192, 12288, 6144, *HALF, maps=False, tiles_at_once=132)
-    assert (apart.transport, apart.axis, len(apart.groups)) == (Transport.MESSAGES, Axis.COLS, 8)
-    odd = default_plan(Op.REDUCE_SCATTER, 8 * 97, 12288, 6144, *HALF, **big)
+    apart = plan_on_streams(Op.REDUCE_SCATTER, 8192, 12288, 6144, *HALF, maps=False, tiles_at_once=132)
+    assert (apart.transport, apart.axis) == (Transport.MESSAGES, Axis.COLS)
+    assert 2 <= len(apart.groups) <= 96
+    assert apart.predicted is not None
+    odd = plan_on_streams(Op.REDUCE_SCATTER, 8 * 97, 12288, 6144, *HALF, **big)
     assert odd.tile_m == 97
-    assert len(default_plan(Op.ALL_TO_ALL, 5, 12288, 6144, *HALF, **big).groups) == 8
-    small = default_plan(Op.ALL_REDUCE, 8, 4096, 512, *HALF, **big)
+    assert len(plan_on_streams(Op.ALL_TO_ALL, 5, 12288, 6144, *HALF, **big).groups) >= 2
+    small = plan_on_streams(Op.ALL_REDUCE, 8, 4096, 512, *HALF, **big)
     assert small.sequential
-    assert "32 tiles are fewer than two groups of 264" in small.reason
+    assert "nothing to overlap; 1 units of whole waves of 132 tiles" in small.reason
 
 
 @pytest.mark.parametrize(
