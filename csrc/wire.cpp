@@ -119,12 +119,13 @@ void HeldWire::meet(PostKind kind, uint32_t process, uint32_t place) {
   Post &receive = kind == kSend ? other : mine, &send = kind == kSend ? mine : other;
   const uint32_t at = kind == kSend ? found : place;
   receive.source = send.source;
-  if (receive.bytes != send.bytes) {
+  if (receive.bytes < send.bytes) {
     settle(send, kFailed, Fault::kSizes);
     settle(receive, kFailed, Fault::kSizes);
     send.copied = receive.bytes, receive.copied = send.bytes;  // for the message
     return;
   }
+  receive.bytes = send.bytes;  // which may be fewer than there is room for, as on gloo
   receive.moved = receive.rate = 0, receive.copied = 0;
   send.state.store(kQueued), receive.state.store(kQueued);
   advance();

@@ -113,11 +113,15 @@ def test_an_overlapped_matmul(lab: Cluster) -> None:
 
 def of_different_sizes(rank: Rank) -> str:
     if rank.rank == 0:
-        with pytest.raises(RuntimeError, match=r"this rank has 40 bytes for it, the other one 44"):
-            dist.send(torch.zeros(10), 1)
-    if rank.rank == 1:
         with pytest.raises(RuntimeError, match=r"this rank has 44 bytes for it, the other one 40"):
-            dist.recv(torch.zeros(11), 0)
+            dist.send(torch.zeros(11), 1)
+        dist.send(torch.arange(10.0), 1)
+    if rank.rank == 1:
+        with pytest.raises(RuntimeError, match=r"this rank has 40 bytes for it, the other one 44"):
+            dist.recv(torch.zeros(10), 0)
+        room = torch.full((12,), 7.0)  # more than comes: as on gloo, the rest stays as it is
+        dist.recv(room, 0)
+        assert room.tolist() == [*map(float, range(10)), 7.0, 7.0]
     dist.barrier()
     return "fine"
 

@@ -23,7 +23,7 @@ from weft.overlap.blocks import (
     nested,
     rows_by_destination,
 )
-from weft.overlap.executor.outgoing import add_terms
+from weft.overlap.executor.sums import add_terms
 from weft.overlap.incoming import Store
 from weft.overlap.outgoing import Space
 from weft.overlap.plan import Op, OverlapPlan, Transport

@@ -42,6 +42,7 @@ from weft.errors import PeerLost, PeerMismatch, PeerTimeout, WeftError
 
 _DIGEST_BYTES = 32
 _LOOPS = ("gloo_tcp_loop",)
+_TAKE_SHORTER = ("gloo", "dma")  # backends whose receives may have more room than what comes: known of these only
 _leave_alone: ContextVar[bool] = ContextVar("weft_leave_gloo_threads_alone", default=False)
 
 
@@ -50,6 +51,7 @@ class Group:
 
     Ranks count within the group. `timeout` seconds is the deadline of each operation that is not given its
     own. `hosts` has the host of each rank; `apart` says why ranks of one machine count as several, where they do.
+    `takes_shorter` says whether a message may be shorter than the tensor that it is received into.
 
         group = Group(pg, timeout=30.0)
         group.agree("all_gather_matmul", "x_shard [512, 4096] bfloat16")
@@ -70,6 +72,7 @@ class Group:
                 'make the group with backend="cpu:gloo,cuda:nccl"'
             )
         self.pg = pg
+        self.takes_shorter = any(f"cpu:{name}" in backends.split(",") for name in _TAKE_SHORTER)
         self.rank, self.size = pg.rank(), pg.size()
         self.timeout, self.line = timeout, line
         ids = host_ids_of(pg, timeout=timeout, what=what)
@@ -85,7 +88,10 @@ class Group:
         return self._start(self.pg.send, _as_bytes(tensor), dst, tag, f"send to rank {dst}")
 
     def recv(self, tensor: Tensor, src: int, *, tag: int = DEFAULT_TAG) -> Transfer:
-        """Starts to receive into `tensor`, contiguous, from rank `src`, which sends as many bytes."""
+        """Starts to receive into `tensor`, contiguous, from rank `src`, which sends as many bytes.
+
+        Where the group `takes_shorter` it may send fewer, which come first in `tensor`; never more.
+        """
         self._check(src, tag)
         return self._start(self.pg.recv, _as_bytes(tensor), src, tag, f"receive from rank {src}")
 

@@ -7,6 +7,7 @@ plan       what a call will do, as a value that prints and parses
 blocks     index maps: whose rows, which blocks, which hosts
 speeds     what a group can do, and what a plan asks of it
 search     from shapes and speeds to a plan; simulate: a plan on paper
+short      calls so short that their data goes with the ranks' agreement (pure)
 tuning     plans that were measured, and the file that keeps them
 outgoing   from a plan to what each rank does where the output travels; incoming: where the input does (pure)
 executor/  runs that on a CPU; streams/ on devices with streams

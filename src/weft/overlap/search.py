@@ -31,6 +31,7 @@ from itertools import accumulate, combinations, pairwise
 
 from weft.overlap.blocks import Axis, Topology, cut_points
 from weft.overlap.plan import Op, OverlapPlan, Transport
+from weft.overlap.short import is_short, short_seconds
 from weft.overlap.simulate import simulate
 from weft.overlap.speeds import Curves, Work, work_of
 
@@ -42,8 +43,12 @@ _TRIES = 64
 _FEW_UNITS = 4
 _EVEN = (1, 2, 4, 8, 16)
 _BETTER = 0.999
+<<<<<<< HEAD
 # Units to try where each message holds a part of the device: the recurrence cannot count messages.
 _COARSER = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
+=======
+_HANDOVERS = 4  # of an overlapped call: to the thread that sends, its word that all are here, arrivals, and the end
+>>>>>>> small
 
 
 def choose_plan(
@@ -142,7 +147,10 @@ def _without_wire(base: OverlapPlan, seconds: float) -> list[OverlapPlan]:
     if base.size == 1:
         return [replace(base, groups=(), predicted=seconds, reason="there is only one rank")]
     shared = replace(base, groups=(1,), predicted=seconds, reason="the ranks share memory: rows are read in place")
-    return [shared, replace(base, groups=(), predicted=seconds, reason="after the matmul, through shared memory")]
+    after = replace(base, groups=(), predicted=seconds, reason="after the matmul, through shared memory")
+    if is_short(after):
+        return [replace(after, reason="short: the ranks meet once, and each adds up what all have computed"), shared]
+    return [shared, after]
 
 
 def _proposals(shapes: Sequence[OverlapPlan], curves: Curves) -> list[tuple[OverlapPlan, int]]:
@@ -181,8 +189,10 @@ def predict_plan(plan: OverlapPlan, curves: Curves) -> Prediction:
 
 
 def simulated_seconds(plan: OverlapPlan, curves: Curves) -> float:
-    """What a simulation says of a plan, with what a call costs besides; overlap takes a second thread."""
-    overhead = curves.call_overhead + (0.0 if plan.sequential else curves.handover)
+    """What a simulation says of a plan, with what a call costs besides; overlap takes more threads."""
+    if is_short(plan):
+        return short_seconds(plan, curves)
+    overhead = curves.call_overhead + (0.0 if plan.sequential else _HANDOVERS * curves.handover)
     return overhead + simulate(plan, curves).seconds
 
 

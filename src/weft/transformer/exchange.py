@@ -25,7 +25,7 @@ from weft.comm.tags import Mark
 from weft.comm.tell import swap_tensors
 from weft.overlap.blocks import chunk_bounds, nested
 from weft.overlap.executor.context import Context, context_of
-from weft.overlap.executor.outgoing import add_terms
+from weft.overlap.executor.sums import add_terms
 from weft.timeline import record
 from weft.transformer.parts import IndexRun, Share, Words
 

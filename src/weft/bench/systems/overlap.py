@@ -35,6 +35,9 @@ SHARES = (0.25, 0.5, 1.0, 2.0)
 ROWS = (64, 512, 2048)
 WEIGHTS = ((768, 3072), (3072, 768), (1024, 4096))  # K, N: a GPT-3 MLP at 1/16 scale, and a larger one
 LOOPBACK_GBPS = 1.0  # of a card that a single host does not use
+SMALL_ROWS = (1, 16, 64, 128)  # of calls in which messages, threads and Python cost more than the matmul
+SMALL_WEIGHT = (384, 768)
+SMALL_GBPS = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class OverlapCase:
     m: int
     k: int
     n: int
+    small: bool = False  # a row that is compared with torch alone: nothing of it is worth cutting
 
     @property
     def name(self) -> str:
@@ -84,7 +88,7 @@ class OverlapCase:
     def gbps(self, flops: float, cores: int) -> float:
         """The rate at which the wire takes `share` times as long as the matmul, at `flops` a second and core."""
         if self.share is None:
-            return LOOPBACK_GBPS
+            return SMALL_GBPS if self.small else LOOPBACK_GBPS
         matmul = 2.0 * self.m * self.k * self.n / flops * max(1.0, self.ranks / cores)
         return self.card_bytes * 8 / (self.share * matmul) / 1e9
 
@@ -97,6 +101,15 @@ def cases() -> Iterator[OverlapCase]:
                 for m in ROWS:
                     for k, n in WEIGHTS:
                         yield OverlapCase(op, hosts, devices, share, m, k, n)
+    for hosts, devices in ((2, 1), (1, 2)):
+        for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER):
+            # torch's collectives of parts want as many rows of every rank.
+            yield from (_small(op, hosts, devices, m) for m in SMALL_ROWS if op is Op.ALL_REDUCE or m > 1)
+
+
+def _small(op: Op, hosts: int, devices: int, m: int) -> OverlapCase:
+    k, n = SMALL_WEIGHT
+    return OverlapCase(op, hosts, devices, None, m, k, n, small=True)
 
 
 def quick_cases() -> list[OverlapCase]:
@@ -107,6 +120,8 @@ def quick_cases() -> list[OverlapCase]:
         OverlapCase(Op.ALL_REDUCE, 2, 1, 0.5, 512, 768, 3072),
         OverlapCase(Op.ALL_TO_ALL, 2, 1, 0.5, 2048, 768, 3072),
         OverlapCase(Op.ALL_GATHER, 1, 2, None, 512, 3072, 768),
+        *(_small(Op.ALL_REDUCE, 2, 1, m) for m in SMALL_ROWS),
+        _small(Op.REDUCE_SCATTER, 1, 2, 128),
     ]
 
 

@@ -3,6 +3,8 @@
 call       what calls of all kinds have in common: request, plan, agreement, messages; and who runs a call
 outgoing   matmuls whose output travels: `matmul_scatter`, `matmul_scatter_rows`
 incoming   matmuls whose input travels: `gather_matmul`, `gather_rows_matmul`
+short      both for short calls: one message each way, on the caller's thread
+sums       what ranks have computed, added up in order
 context    what is kept for a process group, and how its ranks agree before a call
 planner    the plans of a group: speeds measured, plans chosen by rank 0, told to all
 resources  what is made once and used again: shared buffers, packed weights, worker threads

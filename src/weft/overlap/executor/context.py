@@ -11,6 +11,10 @@ only on the first of a kind: a rank that takes another branch of the model would
 costs no time to speak of, because the matmul runs meanwhile, and it is what makes buffers reusable (see `resources`).
 The meeting has two halves, so that a rank can work between them: `post` tells, `confirm` hears.
 
+*What rides.* In a short call (see `overlap.short`) the data goes with the digest, in one message. A rank does not know
+how long the messages of others are, who may be about to do something else, so receives have room for the longest, and
+a message may be shorter; its first bytes are the digest, and only where that is the rank's own are the rest looked at.
+
 If anybody differs, everybody notices, since every rank then sees a digest that is not its own. Then all exchange texts
 and raise PeerMismatch, which names both sides. No data has moved. Where they differ only in the plan, and nobody was
 given one, it is `PlansDiffer`: a rank has heard of a plan a moment before another. All take rank 0's, and call again.
@@ -22,7 +26,7 @@ import hashlib
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -39,10 +43,14 @@ from weft.comm.group import differences, make_way_for_compute
 from weft.comm.tags import Line, Mark, refuse_fork
 from weft.comm.tell import store_of, swap_tensors
 from weft.errors import PeerMismatch, PeerTimeout, WeftError, WindowUnavailable
+from weft.overlap.blocks import Topology
 from weft.overlap.executor.planner import Planner
 from weft.overlap.executor.resources import Bank, WeightCache, Worker
 from weft.overlap.plan import OverlapPlan, Transport
+from weft.overlap.short import RIDE_BYTES
 
+PAYLOAD_AT = 64
+"""Where the data begins in a message with a digest: rows stay as aligned as they were."""
 _DIGEST_BYTES = 16
 _EPOCH = 1 << 30  # calls after which counting starts anew: a counter has 31 bits, and a service runs for months
 
@@ -151,8 +159,23 @@ class Context:
         """Returns when all ranks are known to do what `text` says; at once when they are already."""
         if not call.agreed:
             self.post(call, text)
-            assert call.announcement is not None
-            self.agreement.confirm(call.announcement, deadline=call.deadline)
+            self.land(call)
+
+    def expect(self, call: OverlapCall) -> None:
+        """Opens the receives of what will ride, so that it need not wait at its sender; `ride` must follow."""
+        call.begun = True
+        self.agreement.expect()
+
+    def ride(self, call: OverlapCall, text: str, messages: Mapping[int, Tensor]) -> None:
+        """`post`, with data: see `Agreement.post`. Also where ranks have met before, to make room."""
+        call.begun = True
+        call.announcement = self.agreement.post(Statement(text, call.question, call.plan), messages)
+
+    def land(self, call: OverlapCall) -> None:
+        """Returns when all ranks have told the same, and what rides is there."""
+        assert call.announcement is not None
+        self.agreement.confirm(call.announcement, deadline=call.deadline)
+        if not call.agreed:
             call.agreed = True
             self._calls += 1
 
@@ -196,11 +219,10 @@ class Statement:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What this rank has told the others, and the messages that will say what they tell it."""
+    """What this rank has told the others, and the messages that say so, and what they tell it."""
 
     said: Statement
     number: int
-    theirs: tuple[Tensor, ...]
     transfers: tuple[Transfer, ...]
 
 
@@ -230,13 +252,33 @@ class Agreement:
             self._counters = {rank: self._window.counters(rank) for rank in self._window.ranks}
         self._remote = tuple(r for r in range(group.size) if r != group.rank and r not in self._local)
         self._calls = 0
+        self._expected: tuple[Transfer, ...] = ()
+        size = PAYLOAD_AT + RIDE_BYTES if group.takes_shorter else _DIGEST_BYTES
+        with torch.inference_mode(False):  # calls of every mode receive here
+            self.inboxes = {rank: torch.empty(size, dtype=torch.uint8) for rank in self._remote}
 
     def meet(self, said: Statement, *, deadline: Deadline) -> None:
         """Returns when all ranks are here with the same text."""
         self.confirm(self.post(said), deadline=deadline)
 
-    def post(self, said: Statement) -> Announcement:
-        """Tells the others what this rank is about to do, and returns at once; `confirm` must follow."""
+    def carries(self, topology: Topology) -> bool:
+        """Whether data may ride: in this group, and by plans for which the same ranks share memory as here."""
+        rank = self._group.rank
+        here = {rank, *self._local} == set(topology.local(rank))
+        return here and (self._group.takes_shorter or not self._remote)
+
+    def expect(self) -> None:
+        """Opens the receives of the next meeting."""
+        if not self._expected:
+            inboxes = self.inboxes.items()
+            self._expected = tuple(self._group.recv(data, peer, tag=self._tag) for peer, data in inboxes)
+
+    def post(self, said: Statement, messages: Mapping[int, Tensor] | None = None) -> Announcement:
+        """Tells the others what this rank is about to do, and returns at once; `confirm` must follow.
+
+        messages: for each rank of another host uint8 [PAYLOAD_AT + n], whose first bytes take the digest. Theirs are in
+        `inboxes` after `confirm`, until the next meeting. Ranks of this host find data in windows: it must be there.
+        """
         self._calls += 1
         digest = _digest(said.text)
         if self._window is not None:
@@ -246,11 +288,17 @@ class Agreement:
                 own.tensor[1 - word] = 0
             self._slots[self._group.rank][self._slot(self._calls)] = digest
             own.add(word)
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        theirs = tuple(torch.empty_like(mine) for _ in self._remote)
-        transfers = [self._group.recv(t, peer, tag=self._tag) for t, peer in zip(theirs, self._remote, strict=True)]
-        transfers += [self._group.send(mine, peer, tag=self._tag) for peer in self._remote]
-        return Announcement(said, self._calls, theirs, tuple(transfers))
+        self.expect()
+        transfers, self._expected = list(self._expected), ()
+        if self._remote:
+            mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+            for peer in self._remote:
+                message = mine
+                if messages is not None:
+                    message = messages[peer]
+                    message[:_DIGEST_BYTES] = mine
+                transfers.append(self._group.send(message, peer, tag=self._tag))
+        return Announcement(said, self._calls, tuple(transfers))
 
     def confirm(self, mine: Announcement, *, deadline: Deadline) -> None:
         """Returns when all ranks have posted the same; PeerMismatch names both sides when they have not."""
@@ -261,7 +309,7 @@ class Agreement:
             self._counters[rank].wait(word, count, timeout=left, what=f"rank {rank} at {what}")
             told.append(bytes(self._slots[rank][self._slot(mine.number)]))
         self._wait(mine.transfers, deadline, what)
-        told += [bytes(t.numpy()) for t in mine.theirs]
+        told += [bytes(inbox[:_DIGEST_BYTES].numpy()) for inbox in self.inboxes.values()]
         digest = _digest(mine.said.text)
         if any(other != digest for other in told):
             raise self._mismatch(mine.said)

@@ -17,6 +17,7 @@ from weft.overlap.blocks import Counts, row_bounds
 from weft.overlap.executor.call import MatmulCall, Request, new_output, row_major, run_call
 from weft.overlap.executor.context import Context, Statement
 from weft.overlap.executor.resources import Need, WorkerJob, view
+from weft.overlap.executor.short import gather_short, is_carried
 from weft.overlap.incoming import RowArrival, RowSource, SendRows, Store, lower
 from weft.overlap.plan import Op
 from weft.timeline import record
@@ -30,8 +31,10 @@ def gather_matmul(
     x = row_major(x)
 
     def compute(run: IncomingCall) -> None:
+        if is_carried(run):
+            return gather_short(run, x, weight, out=y, bias=bias, gathered=gathered if keep else None)
         run.prepare()
-        run.run(x, weight, out=y, bias=bias, gathered=gathered if keep else None)
+        return run.run(x, weight, out=y, bias=bias, gathered=gathered if keep else None)
 
     request = Request(Op.ALL_GATHER, m, weight.n, weight.k, x.dtype, plan, bias is not None)
     run_call(context, request, IncomingCall, compute)

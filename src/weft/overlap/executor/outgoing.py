@@ -12,7 +12,7 @@ it. Only where other ranks wait for a sum (`early`) a third thread makes it as s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,6 +27,8 @@ from weft.overlap.blocks import Axis, Counts
 from weft.overlap.executor.call import MatmulCall, Request, exchange_counts, new_output, row_major, run_call
 from weft.overlap.executor.context import Context
 from weft.overlap.executor.resources import Need, WorkerJob, view
+from weft.overlap.executor.short import is_carried, matmul_short
+from weft.overlap.executor.sums import add_terms
 from weft.overlap.outgoing import Finish, Outgoing, SendBlock, Space, View, lower
 from weft.overlap.plan import Op, OverlapPlan
 from weft.timeline import record
@@ -46,6 +48,8 @@ def matmul_scatter(
     x = row_major(x)
 
     def compute(run: OutgoingCall) -> Tensor:
+        if is_carried(run):
+            return matmul_short(run, x, weight, bias=bias, meanwhile=meanwhile)
         y = new_output(x, run.prepare(), weight.n)
         run.run(x, weight, out=y, bias=bias, meanwhile=meanwhile)
         return y
@@ -346,32 +350,3 @@ class OutgoingCall(MatmulCall):
 
 def _rows(x: Tensor | Rows) -> int:
     return x.m if isinstance(x, Rows) else x.shape[0]
-
-
-# Sums -------------------------------------------------------------------------------------------------------
-
-
-def add_terms(terms: Sequence[Sequence[Tensor]], out: Tensor, bias: Tensor | None) -> None:
-    """out = (sum of terms[0]) + (sum of terms[1]) + ... + bias; a term holds the parts of one host.
-
-    >>> out = torch.empty(2)
-    >>> add_terms([[torch.ones(2), torch.ones(2)], [torch.ones(2)]], out, bias=torch.ones(2))
-    >>> out.tolist()
-    [4.0, 4.0]
-    """
-    parts = list(terms[0]) if len(terms) == 1 else [term[0] if len(term) == 1 else _sum_of(term) for term in terms]
-    if bias is None or out.dtype == torch.float32:
-        add_in_order(parts, out)
-        if bias is not None:
-            out.add_(bias)
-        return
-    total = parts[0].float()
-    for part in (*parts[1:], bias):
-        total.add_(part)
-    out.copy_(total)
-
-
-def _sum_of(parts: Sequence[Tensor]) -> Tensor:
-    total = torch.empty_like(parts[0])
-    add_in_order(parts, total)
-    return total
