@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from weft.jobs.train import StepFigures, TrainJob, train
 from weft.jobs.train.job import SIZES, parse_copies
-from weft.jobs.train.run import LossLog, Progress, read_log
+from weft.jobs.train.run import LossLog, RunProgress, read_log
 from weft.report.drawing import curve_text
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))  # torchrun says who and where
     is_first, ranks = dist.get_rank() == 0, dist.get_world_size()
     job = job.on(ranks)
-    progress = Progress(job, ranks)
+    progress = RunProgress(job, ranks)
     if is_first:
         print(progress, flush=True)
     written: list[LossLog] = []

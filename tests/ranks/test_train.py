@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from weft.errors import WeftError
 from weft.jobs.train import StepFigures, TrainJob, train
 from weft.jobs.train.job import END, Corpus, cut, documents_of
-from weft.jobs.train.run import LossLog, Progress, read_log
+from weft.jobs.train.run import LossLog, RunProgress, read_log
 from weft.packed.inputs import IGNORED_LABEL
 from weft.parallel.files.checkpoint import has_checkpoint
 from weft.parallel.files.save import save_model
@@ -257,7 +257,7 @@ def test_restarts_that_cannot_work_are_told(restarts: str, shares_store: str, wa
 
 def test_progress_says_how_long_a_run_is_and_what_is_left() -> None:
     times = iter([100.0, 104.0, 106.0])
-    progress = Progress(replace(JOB, steps=40), 2, clock=lambda: next(times))
+    progress = RunProgress(replace(JOB, steps=40), 2, clock=lambda: next(times))
     assert str(progress) == "40 steps of 192 tokens on 2 ranks: tensor 1 x pipeline 1 x data 1"
     lines = [progress.line(StepFigures(step, 5.0, 192, 1.0, 0.0)) for step in (11, 12, 13)]  # of a run that resumed
     assert [line.rpartition("  ")[2] for line in lines] == ["29 steps left", "1:52 left", "1:21 left"]

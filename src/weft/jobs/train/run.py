@@ -182,7 +182,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 def train_on(rank: Rank, job: TrainJob) -> TrainResult:
     """Runs a job on a rank; rank 0 prints the figures of each step."""
-    progress = Progress(job, rank.world)
+    progress = RunProgress(job, rank.world)
     if rank.rank == 0:
         print(progress)
 
@@ -193,7 +193,7 @@ def train_on(rank: Rank, job: TrainJob) -> TrainResult:
     return train(job, report=report)
 
 
-class Progress:
+class RunProgress:
     """What a run says of itself: how long it is, then a line for each step with the time that is left."""
 
     def __init__(self, job: TrainJob, ranks: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -202,7 +202,7 @@ class Progress:
 
     def __str__(self) -> str:
         """
-        >>> print(Progress(TrainJob(steps=50), 4))
+        >>> print(RunProgress(TrainJob(steps=50), 4))
         50 steps of 2,048 tokens on 4 ranks: tensor 1 x pipeline 1 x data 1
         """
         job = self._job
