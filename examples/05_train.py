@@ -1,14 +1,15 @@
-"""A Llama trained on text: tensor x pipeline x data parallel, packed documents, checkpoints, and figures of every step.
+r"""A Llama trained on text: tensor x pipeline x data parallel, packed documents, checkpoints, figures of every step.
 
     torchrun --nproc-per-node 4 examples/05_train.py --tp 2 --pp 2
     torchrun --nproc-per-node 4 examples/05_train.py --tp 2 --dp 2 --model small --checkpoint run --figures run.jsonl
     torchrun --nproc-per-node 4 examples/05_train.py --tp 2 --dp 2 --model small --checkpoint run --resume --steps 200
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint HOST:PORT examples/05_train.py --tp 4 --pp 2 --data *.txt
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id 1 \
+        examples/05_train.py --tp 4 --pp 2 --data *.txt             # on both hosts; docs/hosts.md has more launchers
 
 What runs is `weft.jobs.train`: `weft.parallelize` (or the stages of a `weft.Pipeline`) over the axis tp, torch's
 FSDP2 over dp. Tokens are bytes, so that any text will do; without --data it is Python's own reference manual. Losses
 do not depend on how the ranks are used, and a run that was killed goes on with --resume to the losses that it would
-have had.
+have had. It says at the start how many steps it will make, and after each how long it has to go.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from weft.jobs.train import StepFigures, TrainJob, train
-from weft.jobs.train.job import SIZES
-from weft.jobs.train.run import LossLog, read_log
+from weft.jobs.train.job import SIZES, parse_copies
+from weft.jobs.train.run import LossLog, RunProgress, read_log
 from weft.report.drawing import curve_text
 
 
 def main() -> None:
     job, log = parse()
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))  # torchrun says who and where
-    is_first = dist.get_rank() == 0
+    is_first, ranks = dist.get_rank() == 0, dist.get_world_size()
+    job = job.on(ranks)
+    progress = RunProgress(job, ranks)
+    if is_first:
+        print(progress, flush=True)
     written: list[LossLog] = []
 
     def report(figures: StepFigures) -> None:
         if is_first:
-            print(figures, flush=True)
+            print(progress.line(figures), flush=True)
         if is_first and log:
             if not written:
                 written.append(LossLog(log, after=figures.step - 1))
@@ -52,8 +57,10 @@ def parse() -> tuple[TrainJob, str]:
     parser.add_argument("--model", default="small", choices=SIZES)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
     parser.add_argument("--pp", type=int, default=1, help="stages of the pipeline")
-    parser.add_argument("--dp", type=int, default=1, help="copies of the model")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument(
+        "--dp", type=parse_copies, default=1, help="copies of the model, or auto: as ranks are left for"
+    )
+    parser.add_argument("--steps", type=int, default=50, help="of the whole run")
     parser.add_argument("--microbatches", type=int, default=standard.microbatches, help="of a step, over all copies")
     parser.add_argument("--tokens", type=int, default=1024, help="of a packed micro-batch")
     parser.add_argument("--context", type=int, default=512, help="tokens of a document at most")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def work(rank, folder):
 
 if __name__ == "__main__":
     with Cluster(hosts=2, devices=2, gbps=1.0) as cluster:
+        cluster.command(1, ["sh", "-c", "exec sleep 1001 & exec sleep 1002"])
         cluster.run(work, sys.argv[1], timeout=1000.0)
 """
 
@@ -132,17 +134,21 @@ def test_nothing_is_left(victim: str, witness: subprocess.Popen[str] | None, req
     assert traces() == before  # nothing shows outside even while the lab is up
     (guard,) = children(lab.pid)
     (zygote,) = children(guard)
-    ranks = children(zygote)
+    commander, *ranks = children(zygote)
     assert len(ranks) == 4
+    assert len(descendants(commander)) == 3  # a supervisor, its command, and what that has started
     everyone = [identify(pid) for pid in descendants(lab.pid)]
     if witness is not None:
         assert len(ask(witness, f"{zygote} {ranks[0]} {ranks[3]}")) == 4  # lo, and three wires
     # The guard is what catches a daemon; nobody but its own murderer has an interest in killing it.
-    (daemon,) = [pid for pid in descendants(zygote) if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
+    daemons = [pid for pid in descendants(zygote) if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
+    assert len(daemons) == 3
 
     os.kill({"caller": lab.pid, "guard": guard, "zygote": zygote, "rank": ranks[2]}[victim], signal.SIGKILL)
     if victim == "guard":
-        os.kill(daemon, signal.SIGKILL)
+        for daemon in daemons:
+            with suppress(ProcessLookupError):
+                os.kill(daemon, signal.SIGKILL)
     wait_until(lambda: not any(lives(process) for process in everyone), "the end of the lab", 20.0)
     assert traces() == before
     if witness is not None:

@@ -37,6 +37,13 @@ mesh = DeviceMesh("cpu", [0, 1])
 whole = torch.arange(24.0).reshape(6, 4)
 moved = weft.reshard(distribute_tensor(whole, mesh, [Shard(0)]), mesh, [Replicate()])
 assert torch.equal(moved.to_local(), whole)
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(config).eval()
+prompts = [[1, 5, 9], [1, 7]]
+alone = weft.generate(weft.pack(model), prompts, max_new_tokens=4)
+assert weft.generate(weft.parallelize(model, mesh), prompts, max_new_tokens=4) == alone
 print(Group(dist.group.WORLD, timeout=60).hosts, plan.reason)
 dist.barrier()
 """

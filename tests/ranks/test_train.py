@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from weft.errors import WeftError
 from weft.jobs.train import StepFigures, TrainJob, train
 from weft.jobs.train.job import END, Corpus, cut, documents_of
-from weft.jobs.train.run import LossLog, read_log
+from weft.jobs.train.run import LossLog, RunProgress, read_log
 from weft.packed.inputs import IGNORED_LABEL
 from weft.parallel.files.checkpoint import has_checkpoint
 from weft.parallel.files.save import save_model
@@ -222,6 +223,44 @@ def test_two_runs_of_one_directory(tmp_path: Path) -> None:
 def test_a_job_that_cannot_run_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(JOB, **change).check(1)
+
+
+def test_as_many_copies_as_there_are_ranks_for() -> None:
+    found = run_ranks(losses_of, 2, replace(JOB, dp="auto"))
+    assert found == run_ranks(losses_of, 2, replace(JOB, dp=2))
+    assert replace(JOB, tp=2, pp=2, dp="auto", microbatches=6).on(12).dp == 3
+    with pytest.raises(ValueError, match=r"tp 2 x pp 1 on 3 ranks; expected a number of ranks that 2 divides"):
+        replace(JOB, tp=2, dp="auto").on(3)
+    with pytest.raises(ValueError, match="2 micro-batches cannot be shared evenly by 3 copies"):
+        replace(JOB, dp="auto").on(3)
+    with pytest.raises(ValueError, match=r"use job\.on\(ranks\)"):
+        replace(JOB, dp="auto").check(2)
+
+
+def warnings_of(restarts: str, shares_store: str) -> list[str]:
+    """What a run says that torchrun has started like this."""
+    os.environ |= {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shares_store}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train(replace(JOB, steps=0))
+    return [str(each.message) for each in seen if "torchrun" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shares_store", "warns"), [("3", "True", True), ("0", "True", False), ("3", "False", False)]
+)
+def test_restarts_that_cannot_work_are_told(restarts: str, shares_store: str, warns: bool) -> None:
+    (said,) = run_ranks(warnings_of, 1, restarts, shares_store)
+    assert len(said) == warns
+    assert all("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text for text in said)
+
+
+def test_progress_says_how_long_a_run_is_and_what_is_left() -> None:
+    times = iter([100.0, 104.0, 106.0])
+    progress = RunProgress(replace(JOB, steps=40), 2, clock=lambda: next(times))
+    assert str(progress) == "40 steps of 192 tokens on 2 ranks: tensor 1 x pipeline 1 x data 1"
+    lines = [progress.line(StepFigures(step, 5.0, 192, 1.0, 0.0)) for step in (11, 12, 13)]  # of a run that resumed
+    assert [line.rpartition("  ")[2] for line in lines] == ["29 steps left", "1:52 left", "1:21 left"]
 
 
 def test_microbatches_are_full_of_whole_documents() -> None:

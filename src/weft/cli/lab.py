@@ -1,8 +1,10 @@
-"""Commands that start a lab: `weft lab check`, `weft tune` and `weft train-demo`. torch is imported when they run."""
+"""Commands that start a lab: `weft lab`, `weft tune` and `weft train-demo`. torch is imported when they run."""
 
 from __future__ import annotations
 
+import os
 import re
+import selectors
 import statistics
 from html import escape
 from pathlib import Path
@@ -15,7 +17,7 @@ from weft.report.result import announce, check_writable, console, parse_grid, wr
 
 if TYPE_CHECKING:
     from weft.jobs.train import TrainJob, TrainResult
-    from weft.lab import Rank
+    from weft.lab import Cluster, Rank
     from weft.overlap.tuning import Shape, TunedPlan
 
 app = typer.Typer(no_args_is_help=True, help="A cluster of network namespaces on this machine.")
@@ -39,6 +41,62 @@ def lab_check(
     console().print(render(result))
     if not result.ok:
         raise typer.Exit(1)
+
+
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def lab_run(
+    words: Annotated[list[str], typer.Argument(help="The command, after --; one is started on each host.")],
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    gbps: Annotated[float, typer.Option(help="The rate of each host's card, Gbit/s.")] = 1.0,
+    cards: Annotated[str, typer.Option(help="tcp, or dma: cards that read memory themselves.")] = "tcp",
+    devices: Annotated[int, typer.Option(help="Ranks of a host at most, for DMA cards.")] = 1,
+    loopback: Annotated[bool, typer.Option("--loopback", help="No namespaces and no limit on the cards.")] = False,
+) -> None:
+    """Run a command on every host of a lab, such as torchrun, and show what they print.
+
+    In its words {host} is the host's number, {hosts} how many there are, {rank0_address} the address of host 0. It ends
+    with the first exit code that is not 0, after the commands of all hosts have ended.
+    """
+    from weft.lab import Cluster
+
+    with Cluster(hosts=hosts, devices=devices, gbps=None if loopback else gbps, cards=cards) as cluster:
+        typer.echo(f"{cluster}", err=True)
+        codes = _run_everywhere(cluster, words)
+    for host, code in enumerate(codes):
+        if code:
+            typer.echo(f"host{host}: the command ended with {code}", err=True)
+    code = next((code for code in codes if code), 0)
+    if code:
+        raise typer.Exit(code if code > 0 else 128 - code)  # as a shell has it for signals
+
+
+def _run_everywhere(cluster: Cluster, words: list[str]) -> list[int]:
+    """The exit codes by host. Each line of output goes out whole, after the name of its host."""
+    from weft.lab.command import fill
+
+    hosts = range(cluster.spec.hosts)
+    pending = dict.fromkeys(hosts, b"")
+    commands = []
+    with selectors.DefaultSelector() as selector:
+        for host in hosts:
+            ours, theirs = os.pipe()
+            selector.register(ours, selectors.EVENT_READ, host)
+            filled = fill(words, host=host, hosts=len(hosts), rank0_address=cluster.address(0))
+            try:
+                commands.append(cluster.command(host, filled, stdout=theirs, stderr=theirs))
+            finally:
+                os.close(theirs)
+        while selector.get_map():
+            for key, _ in selector.select():
+                read, host = os.read(key.fd, 1 << 16), key.data
+                *lines, pending[host] = (pending[host] + read).split(b"\n")
+                if not read:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    lines = [pending[host]] if pending[host] else []
+                for line in lines:
+                    typer.echo(f"host{host} | {line.decode(errors='replace')}")
+    return [command.wait() for command in commands]
 
 
 # ---- weft tune -------------------------------------------------------------------------------------------------------
@@ -106,7 +164,7 @@ def train_demo(
     loopback: Annotated[bool, typer.Option("--loopback", help="No namespaces and no limit on the cards.")] = False,
     tp: Annotated[int, typer.Option(help="Ranks that share each layer.")] = 2,
     pp: Annotated[int, typer.Option(help="Stages of the pipeline.")] = 2,
-    dp: Annotated[int, typer.Option(help="Copies of the model.")] = 1,
+    dp: Annotated[str, typer.Option(help="Copies of the model, or auto: as many as there are ranks for.")] = "1",
     model: Annotated[str, typer.Option(help="tiny, mini, small or base.")] = "mini",
     steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 12,
     tokens: Annotated[int, typer.Option(help="Tokens of a packed micro-batch.")] = 512,
@@ -117,25 +175,25 @@ def train_demo(
 ) -> None:
     """Train a small Llama on real text in a lab: losses, tokens a second, exposed communication, within a minute.
 
-    The same run on real machines: `torchrun --nproc-per-node 4 examples/05_train.py --tp 2 --pp 2`.
+    The same run on real machines: `torchrun --nproc-per-node 4 examples/05_train.py --tp 2 --pp 2`; docs/hosts.md.
     """
     from weft.jobs.train import TrainJob
+    from weft.jobs.train.job import parse_copies
     from weft.jobs.train.run import train_on
     from weft.lab import Cluster
     from weft.report.drawing import curve_text
 
     job = TrainJob(
-        model=model, tp=tp, pp=pp, dp=dp, steps=steps, tokens=tokens, microbatches=microbatches,
+        model=model, tp=tp, pp=pp, dp=parse_copies(dp), steps=steps, tokens=tokens, microbatches=microbatches,
         data=tuple(str(file.resolve()) for file in data or ()), context=min(256, tokens),
         checkpoint="" if checkpoint is None else str(checkpoint.resolve()), resume=checkpoint is not None,
-    )  # fmt: skip
-    job.check(hosts * devices)
+    ).on(hosts * devices)  # fmt: skip
     for file in job.data:
         if not Path(file).is_file():
             raise ValueError(f"got the data file {file}, which is not there")
     check_writable(html_file)
     with Cluster(hosts=hosts, devices=devices, gbps=None if loopback else gbps) as cluster:
-        typer.echo(f"{cluster}\nllama {model}: tensor {tp} x pipeline {pp} x data {dp}")
+        typer.echo(f"{cluster}\nllama {model}: tensor {tp} x pipeline {pp} x data {job.dp}")
         result = cluster.run(train_on, job, timeout=COMMAND.seconds)[0]
     if not result.steps:
         typer.echo(f"nothing to do: {checkpoint} is at step {steps} already")

@@ -2,6 +2,7 @@
 
 cluster  `Cluster`: the caller's side
 zygote   the lab's own processes, which fork the ranks and watch them
+command  `Command`: any program on a host, torchrun too, next to the ranks
 rank     one rank's process; the values that it, the zygote and the caller send each other
 linux    namespaces, and the wires between them: what to tell `ip` and `tc`, and whether this machine can
 card     DMA cards: messages between the ranks' memories, at the pace of a modelled wire
@@ -11,6 +12,7 @@ check    do the links carry what was asked of them?
 
 from weft.lab.check import check
 from weft.lab.cluster import Cluster
+from weft.lab.command import Command
 from weft.lab.rank import Rank
 
-__all__ = ["Cluster", "Rank", "check"]
+__all__ = ["Cluster", "Command", "Rank", "check"]

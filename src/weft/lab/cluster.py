@@ -7,15 +7,17 @@ import pickle
 import secrets
 import socket
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe, process, spawn
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from weft.comm.deadline import LAB_ANSWER, LAB_END, LAB_RUN, LAB_START
 from weft.errors import LONGEST_SECONDS, LabUnavailable, PeerTimeout, RankFailed
 from weft.lab import linux
+from weft.lab.command import Command, CommandSpec
 from weft.lab.rank import LabJob, LabRun, Refusal, Spec, failure
 
 T = TypeVar("T")
@@ -44,6 +46,7 @@ class Cluster:
 
         with Cluster(hosts=2, devices=2, gbps=1.0) as cluster:
             cluster.run(total, 10)                              # [60, 60, 60, 60]
+            cluster.command(1, ["hostname"]).wait()             # prints host1, and is 0
 
     Whatever happens, also SIGKILL to this process or to a rank, nothing is left behind. (On plain loopback a
     rank that is killed can leave a named shared memory in /dev/shm, as it can without a lab.)
@@ -65,6 +68,8 @@ class Cluster:
         self._reservation: socket.socket | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None
+        self._commander: socket.socket | None = None
+        self._commands: list[Command] = []  # that may be running: a handle that nobody keeps does not end its command
 
     def describe(self) -> str:
         """One line: the name, the hosts and devices, and what the links are."""
@@ -121,8 +126,54 @@ class Cluster:
             raise error
         return [pickle.loads(ending.data) for ending in answer]
 
+    def command(
+        self,
+        host: int,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] = ".",
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+    ) -> Command:
+        """Starts a program on a host, next to whatever runs; returns its `Command`, to wait for or to kill.
+
+        words is the program and its arguments; those of this Python's environment (torchrun, python) are found first.
+        `env` comes on top of the environment that the lab was started in; `WEFT_LAB_HOST` is the host's number. Output
+        goes to the caller's own, or to the file or descriptor given. The program has the card, the name (`host0`, which
+        the other hosts resolve) and the /dev/shm of its host, which all its commands share; files are this machine's.
+        It ends with all that it started, at the latest with the lab. Raises ValueError when it cannot be started.
+
+            agents = [cluster.command(host, ["torchrun", *options, "script.py"]) for host in range(2)]
+            codes = [agent.wait(timeout=600.0) for agent in agents]
+        """
+        if isinstance(words, str) or not words or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"words are {words!r}; expected the program and its arguments, a list of texts")
+        if isinstance(host, bool) or not isinstance(host, int) or not 0 <= host < self.spec.hosts:
+            raise ValueError(f"host is {host!r}; expected one of 0 to {self.spec.hosts - 1}")
+        if self._commander is None:
+            raise RuntimeError(f"{self} is not open; use it as `with Cluster(...) as cluster: cluster.command(...)`")
+        sys.stdout.flush()
+        spec = CommandSpec(host, tuple(words), os.path.abspath(cwd), dict(env or {}))
+        self._commands = [command for command in self._commands if command.poll() is None]
+        try:
+            self._commands.append(Command(self._commander, spec, _descriptor(stdout, 1), _descriptor(stderr, 2)))
+        except ConnectionError as error:
+            raise RankFailed(f"{self}: its own process died before it could start {words[0]!r}") from error
+        return self._commands[-1]
+
+    def address(self, host: int) -> str:
+        """The IPv4 address of a host's card: `cluster.address(0)` is where a rendezvous may be."""
+        return "127.0.0.1" if self.spec.gbps is None else linux.address(host)
+
     def close(self) -> None:
         """Ends the lab's processes, and with them everything that it is made of. Harmless when closed."""
+        for command in self._commands:
+            command.close()
+        self._commands = []
+        if self._commander is not None:
+            self._commander.close()
+            self._commander = None
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -140,12 +191,14 @@ class Cluster:
     def _start(self) -> None:
         self._reservation = reserve(self.spec.name)
         self._control, theirs = Pipe()
-        main = f"from weft.lab.zygote import main; main({theirs.fileno()}, {os.getpid()})"
-        with theirs:
+        self._commander, requests = socket.socketpair()
+        ends = [theirs.fileno(), requests.fileno()]
+        main = f"from weft.lab.zygote import main; main({ends[0]}, {ends[1]}, {os.getpid()})"
+        with theirs, requests:
             self._guard = subprocess.Popen(
                 linux.python(main, f"weft-lab-{self.spec.name}"),
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=ends,
                 start_new_session=True,  # Ctrl-C is for the caller, which then closes the lab
             )
         answer = self._ask(self.spec, LAB_START.seconds, "the lab to start")
@@ -174,6 +227,12 @@ def reserve(name: str) -> socket.socket:
             f"a lab named {name!r} is running on this machine; choose another name, or leave it out for a unique one"
         ) from error
     return reservation
+
+
+def _descriptor(given: int | IO[Any] | None, standard: int) -> int:
+    if given is None:
+        return standard
+    return given if isinstance(given, int) else given.fileno()
 
 
 def _name(fn: object) -> str:

@@ -30,6 +30,7 @@ from pathlib import Path
 from weft.errors import LabUnavailable
 
 CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
@@ -127,11 +128,17 @@ def inside(network: int) -> Iterator[None]:
         os.close(home)
 
 
-def kill_children() -> None:
-    """SIGKILLs and reaps every descendant of this process. Needs `adopt_orphans` to miss none."""
+def kill_children(*, spare: int | None = None) -> None:
+    """SIGKILLs and reaps every descendant of this process, but for the child `spare` and what is below it.
+
+    Needs `adopt_orphans` to miss none.
+    """
     while True:
-        for pid in Path("/proc/thread-self/children").read_text().split():
-            os.kill(int(pid), signal.SIGKILL)
+        children = {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()} - {spare}
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        if not children and spare is not None:
+            return
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:

@@ -1,7 +1,8 @@
 """The lab's own processes: a guard, and under it the zygote that imports torch once, forks the ranks and watches them.
 
     caller ── guard ── zygote ─┬─ rank 0
-                               └─ rank 1 ...
+                               ├─ rank 1 ...
+                               └─ commander ── ...      (`command`)
 
 Nothing outlives the caller, however it ends. The guard waits for the caller's death on a pidfd (not on a
 pipe, which a child of the caller may have inherited) and runs nobody else's code, so it cannot be kept from
@@ -31,11 +32,12 @@ from multiprocessing.connection import Connection
 from weft.comm.deadline import LAB_GRACE, LAB_STACKS
 from weft.errors import LabUnavailable
 from weft.lab import linux
+from weft.lab.command import Hosts, fork_commander
 from weft.lab.rank import STACKS_SIGNAL, Ending, How, LabJob, Refusal, Seat, Spec, rank_main
 
 
-def main(fd: int, caller: int) -> None:
-    """The guard: `fd` is its end of the caller's control socket, `caller` the caller's pid."""
+def main(fd: int, requests: int, caller: int) -> None:
+    """The guard: its ends of the caller's control socket and of that for commands, and the caller's pid."""
     watched = os.pidfd_open(caller)
     if os.getppid() != caller:
         return  # it died before we could watch it
@@ -45,17 +47,18 @@ def main(fd: int, caller: int) -> None:
     if zygote == 0:
         linux.die_with_parent(guard)
         os.close(watched)
-        _zygote(Connection(fd))
+        _zygote(Connection(fd), socket.socket(fileno=requests))
     os.close(fd)
+    os.close(requests)
     select.select([watched, os.pidfd_open(zygote)], [], [])
     linux.kill_children()
 
 
-def _zygote(control: Connection) -> None:
+def _zygote(control: Connection, requests: socket.socket) -> None:
     status = 1
     try:
         linux.adopt_orphans()
-        _serve(control)
+        _serve(control, requests)
         status = 0
     except (EOFError, ConnectionError, CallerGone):
         status = 0  # the caller closed the lab
@@ -65,11 +68,12 @@ def _zygote(control: Connection) -> None:
         os._exit(status)
 
 
-def _serve(control: Connection) -> None:
+def _serve(control: Connection, requests: socket.socket) -> None:
     spec: Spec = control.recv()
     try:
         namespaces = () if spec.gbps is None else linux.enter(spec.hosts, spec.gbps)
         _import_once()
+        commander = fork_commander(Hosts.make(namespaces, _make_wire(spec)), requests, control)
     except LabUnavailable as error:
         control.send(Refusal(str(error), unavailable=True))
         return
@@ -82,7 +86,7 @@ def _serve(control: Connection) -> None:
         answer: list[Ending] | Refusal
         try:
             _find_function(job)
-            answer = run_job(spec, job, namespaces, control)
+            answer = run_job(spec, job, namespaces, control, commander)
         except CallerGone:
             raise
         except BaseException:  # whatever the user's module raised on import, SystemExit included
@@ -119,8 +123,11 @@ class CallerGone(Exception):
     """The process that asked for the run has closed its end: nobody waits for the answer."""
 
 
-def run_job(spec: Spec, job: LabJob, namespaces: Sequence[int], control: Connection) -> list[Ending]:
-    """The endings of all ranks, by rank. Raises CallerGone when `control` closes meanwhile."""
+def run_job(spec: Spec, job: LabJob, namespaces: Sequence[int], control: Connection, commander: int) -> list[Ending]:
+    """The endings of all ranks, by rank. Raises CallerGone when `control` closes meanwhile.
+
+    All that the ranks started is gone then; what the `commander` has started is not touched.
+    """
     start = time.monotonic()
     memories = _make_memories(spec)
     wire = _make_wire(spec)
@@ -145,7 +152,7 @@ def run_job(spec: Spec, job: LabJob, namespaces: Sequence[int], control: Connect
         _Watch(processes, control, start).until_ended(start + job.run.timeout)
         return [process.ending for process in processes if process.ending is not None]
     finally:
-        linux.kill_children()
+        linux.kill_children(spare=commander)
         for process in processes:
             process.close()
         if wire is not None:

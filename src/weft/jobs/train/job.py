@@ -11,9 +11,9 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,8 @@ VOCABULARY = 320
 class TrainJob:
     """A run of `steps` steps, each of `microbatches` packed micro-batches of `tokens` tokens.
 
-    tp, pp, dp:    ranks that share a layer, stages of the pipeline, copies of the model; their product is all ranks
+    tp, pp, dp:    ranks that share a layer, stages of the pipeline, copies of the model; their product is all ranks.
+                   dp "auto" is as many copies as there are ranks for, whenever the run starts or goes on
     microbatches:  of a whole step; each copy takes its share, one stage after the other
     context:       tokens of a document at most
     data:          text files; Python's own reference texts without
@@ -56,7 +57,7 @@ class TrainJob:
     model: str = "tiny"
     tp: int = 1
     pp: int = 1
-    dp: int = 1
+    dp: int | Literal["auto"] = 1
     steps: int = 20
     microbatches: int = 4
     tokens: int = 512
@@ -74,19 +75,43 @@ class TrainJob:
     timeout: float = TRAIN.seconds
 
     @property
-    def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+    def copies(self) -> int:
+        """How many copies of the model; `on` says it for "auto"."""
+        if isinstance(self.dp, str):
+            raise ValueError(f"dp is {self.dp!r}, which depends on the number of ranks; use job.on(ranks)")
+        return self.dp
+
+    def on(self, ranks: int) -> TrainJob:
+        """The job on so many ranks: dp "auto" becomes ranks / (tp x pp). Raises unless it can run there.
+
+        >>> TrainJob(tp=2, dp="auto").on(8).dp
+        4
+        """
+        if self.dp != "auto":
+            self.check(ranks)
+            return self
+        share = self.tp * self.pp
+        if share < 1 or ranks % share:
+            raise ValueError(
+                f"dp is 'auto' with tp {self.tp} x pp {self.pp} on {ranks} ranks; expected a number of ranks that "
+                f"{share} divides: change one of them, or start another number of processes"
+            )
+        job = replace(self, dp=ranks // share)
+        job.check(ranks)
+        return job
 
     def check(self, ranks: int) -> None:
         """Raises unless the job can run on so many ranks."""
-        if min(self.tp, self.pp, self.dp) < 1 or self.ranks != ranks:
+        copies = self.copies
+        made = self.tp * self.pp * copies
+        if min(self.tp, self.pp, copies) < 1 or made != ranks:
             raise ValueError(
-                f"tp {self.tp} x pp {self.pp} x dp {self.dp} is {self.ranks} ranks, and there are {ranks}; expected "
+                f"tp {self.tp} x pp {self.pp} x dp {copies} is {made} ranks, and there are {ranks}; expected "
                 "the same: change one of them, or start another number of processes"
             )
-        if self.microbatches > 0 and self.microbatches % self.dp:
+        if self.microbatches > 0 and self.microbatches % copies:
             raise ValueError(
-                f"{self.microbatches} micro-batches cannot be shared evenly by {self.dp} copies of the model"
+                f"{self.microbatches} micro-batches cannot be shared evenly by {copies} copies of the model"
             )
         if self.model not in SIZES:
             raise ValueError(f"model is {self.model!r}, expected one of {', '.join(SIZES)}")
@@ -97,7 +122,7 @@ class TrainJob:
             )
         if not (0 < self.lr < math.inf and 0 < self.timeout <= LONGEST_SECONDS):
             raise ValueError(f"lr is {self.lr} and timeout {self.timeout}; expected numbers above 0")
-        if self.dp > 1 and self.pp > 1 and self._splits_backward():
+        if copies > 1 and self.pp > 1 and self._splits_backward():
             raise ValueError(
                 f"schedule {self.schedule} runs a backward pass in two parts, which FSDP cannot follow; expected "
                 "another one with several copies, such as eager-1f1b"
@@ -106,7 +131,7 @@ class TrainJob:
             raise ValueError("resume without a checkpoint directory; expected checkpoint=, where the run was saved")
 
     def _splits_backward(self) -> bool:
-        made = schedule(self.schedule, stages=self.pp, microbatches=self.microbatches // self.dp)
+        made = schedule(self.schedule, stages=self.pp, microbatches=self.microbatches // self.copies)
         return any(made.splits_backward(stage, m) for stage in range(made.stages) for m in range(made.microbatches))
 
     def config(self) -> Any:
@@ -121,6 +146,19 @@ class TrainJob:
             num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=max(2048, self.context),
             tie_word_embeddings=False, use_cache=False,
         )  # fmt: skip
+
+
+def parse_copies(text: str) -> int | Literal["auto"]:
+    """What `--dp` may say: a number, or auto.
+
+    >>> parse_copies("2"), parse_copies("auto")
+    (2, 'auto')
+    """
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise ValueError(f"got {text!r} copies of the model, expected a number, or auto")
+    return int(text)
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,7 +69,7 @@ class WholeModel:
 
     def __init__(self, job: TrainJob, mesh: DeviceMesh) -> None:
         self.module: nn.Module = parallelize(_llama(job), mesh["tp"], overlap=job.overlap)
-        self._copies = job.dp
+        self._copies = job.copies
         _start(self.module, job, mesh)
 
     def step(self, micros: Sequence[MicroBatch], total: int) -> float:
@@ -95,11 +95,11 @@ class StageModel:
 
     def __init__(self, job: TrainJob, mesh: DeviceMesh) -> None:
         index, copy, _ = mesh.get_coordinate() or (0, 0, 0)
-        count = job.microbatches // job.dp
+        count = job.microbatches // job.copies
         self.module: nn.Module = model_stage(_llama(job), index, job.pp, mesh["tp"])
-        self._copies = job.dp
+        self._copies = job.copies
         _start(self.module, job, mesh)
-        if job.dp > 1:
+        if job.copies > 1:
             sync_in_last(self.module, count)
         self._pipe = Pipeline(
             {index: self.module},
@@ -145,7 +145,7 @@ def _start(module: nn.Module, job: TrainJob, mesh: DeviceMesh) -> None:
     module.train()
     if job.init:
         load_sharded(module, job.init, timeout=job.timeout)
-    if job.dp > 1:
+    if job.copies > 1:
         copy_over(module, mesh["dp"])
 
 

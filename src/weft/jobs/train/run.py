@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -40,14 +42,30 @@ def train(job: TrainJob, *, report: Callable[[StepFigures], None] | None = None)
 
     `report` is called on each rank after each step. Whatever ends one rank ends all, within the timeout; the last
     checkpoint is whole then, and the same job with `resume=True` goes on to the losses that it would have had. A loss
-    that is not a number ends the run before it is saved.
+    that is not a number ends the run before it is saved. Under torchrun with `--max-restarts` it warns if these could
+    not work.
     """
-    job.check(dist.get_world_size())
+    _warn_of_restarts()
+    job = job.on(dist.get_world_size())
     text = Corpus.of(documents_of(job.data), context=job.context, tokens=job.tokens, seed=job.seed)
     _agree(job, text)
-    mesh = make_mesh((job.pp, job.dp, job.tp), timeout=job.timeout)
+    mesh = make_mesh((job.pp, job.copies, job.tp), timeout=job.timeout)
     with _folder_of(job), build(job, mesh) as model:
         return _train(job, mesh, text, model, report)
+
+
+def _warn_of_restarts() -> None:
+    """torchrun's workers would meet in the store of their agents, where those before a restart have left addresses."""
+    restarts, shares_store = (
+        os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("MAX_RESTARTS", "USE_AGENT_STORE")
+    )
+    if dist.get_rank() == 0 and shares_store == "True" and restarts not in ("", "0"):
+        warnings.warn(
+            f"torchrun may restart these ranks (--max-restarts {restarts}), and would do so in vain: new ranks find "
+            "the addresses of dead ones in the store that torchrun shares with them. Set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, on all hosts",
+            stacklevel=3,
+        )
 
 
 def _train(
@@ -136,7 +154,7 @@ def _step(
     micros = [text.microbatch(step * job.microbatches + i) for i in range(job.microbatches)]
     total = sum(micro.counted for micro in micros)
     stage, copy, place = mesh.get_coordinate() or (0, 0, 0)
-    share = job.microbatches // job.dp
+    share = job.microbatches // job.copies
     start = time.perf_counter()
     part = model.step(micros[copy * share : (copy + 1) * share], total)
     is_sound = all(math.isfinite(_local(p.grad).sum()) for p in model.module.parameters() if p.grad is not None)
@@ -164,12 +182,53 @@ def _local(tensor: Any) -> torch.Tensor:
 
 def train_on(rank: Rank, job: TrainJob) -> TrainResult:
     """Runs a job on a rank; rank 0 prints the figures of each step."""
+    progress = RunProgress(job, rank.world)
+    if rank.rank == 0:
+        print(progress)
 
     def report(figures: StepFigures) -> None:
         if rank.rank == 0:
-            print(figures)
+            print(progress.line(figures))
 
     return train(job, report=report)
+
+
+class RunProgress:
+    """What a run says of itself: how long it is, then a line for each step with the time that is left."""
+
+    def __init__(self, job: TrainJob, ranks: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._job, self._ranks, self._clock = job, ranks, clock
+        self._first: tuple[int, float] | None = None  # the first step that was seen, and when
+
+    def __str__(self) -> str:
+        """
+        >>> print(RunProgress(TrainJob(steps=50), 4))
+        50 steps of 2,048 tokens on 4 ranks: tensor 1 x pipeline 1 x data 1
+        """
+        job = self._job
+        return (
+            f"{job.steps} steps of {job.microbatches * job.tokens:,} tokens on {self._ranks} ranks: "
+            f"tensor {job.tp} x pipeline {job.pp} x data {job.dp}"
+        )
+
+    def line(self, figures: StepFigures) -> str:
+        """The figures of a step and the time left, at the pace of the steps after the first, which makes plans."""
+        now, left = self._clock(), self._job.steps - figures.step
+        if self._first is None:
+            self._first = figures.step, now
+            return f"{figures}  {left} steps left"
+        step, since = self._first
+        return f"{figures}  {_duration(left * (now - since) / (figures.step - step))} left"
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(75.4), _duration(3700)
+    ('1:15', '1:01:40')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 @dataclass(frozen=True)
