@@ -38,6 +38,17 @@ def on_device(t: Tensor, name: str) -> None:
     wanted = "cpu" if INTERPRETED else "cuda"
     if t.device.type != wanted:
         raise ValueError(f"{name} must be on {wanted}, where these kernels run, got {t.device}")
+    if wanted == "cuda":
+        refuse_rocm()
+
+
+def refuse_rocm() -> None:
+    """ROCm calls its devices cuda, too: kernels would come out, but without their waits, which are PTX."""
+    if torch.version.hip is not None:
+        raise ValueError(
+            f"got a torch built for ROCm {torch.version.hip}, expected one built for CUDA: weft's GPU kernels wait in "
+            f"NVIDIA's PTX, and would not wait at all on AMD; move tensors with .cpu(), where all of it runs"
+        )
 
 
 def dtype_of(t: Tensor, name: str) -> torch.dtype:

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import is_hip
 
 from weft.comm.deadline import ROWS
 from weft.errors import LONGEST_SECONDS, PeerTimeout
@@ -73,6 +74,7 @@ def wait_for(counter, value, limit_ns, late, name, THREADS: tl.constexpr, INTERP
             gave_up = tl.atomic_add(late, 0, sem="relaxed", scope="sys")
             spent += SPIN_NS
     else:
+        tl.static_assert(not is_hip(), "a wait is written in PTX, which a compiler for AMD drops without a word")
         thread = tl.arange(0, THREADS)
         of_thread = tl.inline_asm_elementwise(
             _SPIN, "=r,l,r,r,l,l,~{memory}", [counter, thread, value, late, limit_ns], dtype=tl.int32, is_pure=False,

@@ -28,6 +28,7 @@ from weft.comm import Window
 from weft.comm.tags import Line
 from weft.errors import LONGEST_SECONDS, PeerTimeout
 from weft.kernels.triton import Late
+from weft.kernels.triton.launch import refuse_rocm
 from weft.overlap.executor.resources import Worker, WorkerJob
 
 
@@ -90,6 +91,7 @@ class Device(Protocol):
 def device_of(tensor: Tensor, late: Late) -> Device:
     """The device that a tensor is on. `late` is set when a thread of a stream fails, so that no kernel waits on."""
     if tensor.is_cuda:
+        refuse_rocm()
         return CudaDevice(tensor.device)
     return ThreadDevice(late)
 
