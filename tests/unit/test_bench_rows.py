@@ -28,17 +28,12 @@ def stored(rows: Sequence[Row]) -> list[Row]:
 def overlap_rows() -> list[Row]:
     times = {"matmul": 1.0, "wire": 1.0, "torch": 3.0, "decomposed 2": 2.5, "decomposed 4": 2.0, "sequential": 2.0}
     times |= {"weft": 1.25, "plan 0": 1.0}
-<<<<<<< HEAD
     facts = {"plan": "a plan", "cpu_bound_fraction": 0.9}
     result = Result(measured(times, m=2048), bound=0.9, predicted={"weft": 1.0}, facts=facts)
-    return [overlap._row(quick_cases()[0], result, 1.0)]
-=======
-    result = Result(measured(times, m=2048), bound=1.1, predicted={"weft": 1.0}, facts={"plan": "a plan"})
     few = {"matmul": 0.1, "wire": 1.0, "torch": 1.5, "sequential": 1.3, "weft": 1.25}
-    short = Result(measured(few, m=16), bound=1.1, predicted={"weft": 1.0}, facts={"plan": "another"})
+    short = Result(measured(few, m=16), bound=1.1, predicted={"weft": 1.0}, facts={**facts, "plan": "another"})
     small = next(case for case in quick_cases() if case.small)
     return [overlap._row(quick_cases()[0], result, 1.0), overlap._row(small, short, 1.0)]
->>>>>>> small
 
 
 def pipeline_rows() -> list[Row]:
@@ -76,20 +71,14 @@ SUMMARIES: dict[str, tuple[Callable[[], list[Row]], Callable[[Sequence[Row]], di
         overlap.summary,
         {
             "vs_torch_best": 2.4,
-<<<<<<< HEAD
-            "vs_decomposed_geomean": 1.6,
-            "predict_error_median": 0.2,
-            "plan_regret_measured": 0.25,
-            "bounds_beaten": 0,
-            "noisy_rows": 0,
-            "rows": 1,
-=======
             "vs_torch_min": 2.4,
             "vs_decomposed_geomean": 1.6,
             "predict_error_median": 0.2,
             "plan_regret_measured": 0.25,
             "small_vs_torch_min": 1.2,
->>>>>>> small
+            "bounds_beaten": 0,
+            "noisy_rows": 0,
+            "rows": 2,
         },
     ),
     "pipeline": (

@@ -183,12 +183,9 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
         "predict_error_worst": max(column(rows, "predict_error")),
         "plan_regret_median": median_of(rows, "plan_regret"),
         "plan_regret_measured": max(column(rows, "plan_regret")),
-<<<<<<< HEAD
         **trust(rows),
         "noisy_extremes": ", ".join(noisy),
-=======
         **({"small_vs_torch_min": min(column(small, "vs_torch"))} if small else {}),
->>>>>>> small
     }
 
 

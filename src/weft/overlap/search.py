@@ -43,12 +43,9 @@ _TRIES = 64
 _FEW_UNITS = 4
 _EVEN = (1, 2, 4, 8, 16)
 _BETTER = 0.999
-<<<<<<< HEAD
 # Units to try where each message holds a part of the device: the recurrence cannot count messages.
 _COARSER = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
-=======
 _HANDOVERS = 4  # of an overlapped call: to the thread that sends, its word that all are here, arrivals, and the end
->>>>>>> small
 
 
 def choose_plan(
