@@ -78,7 +78,7 @@ SUMMARIES: dict[str, tuple[Callable[[], list[Row]], Callable[[Sequence[Row]], di
             "small_vs_torch_min": 1.2,
             "bounds_beaten": 0,
             "noisy_rows": 0,
-            "rows": 2,
+            "rows": 1,
         },
     ),
     "pipeline": (
@@ -102,7 +102,7 @@ SUMMARIES: dict[str, tuple[Callable[[], list[Row]], Callable[[Sequence[Row]], di
             "bound_fraction_min": 0.5,
             "staging_peak_fraction": 0.25,
             "bounds_beaten": 0,
-            "rows": 2,
+            "rows": 1,
         },
     ),
 }
