@@ -22,6 +22,7 @@ import uvicorn
 from weft.jobs.serve import ModelChoice, ServeOptions
 from weft.jobs.serve.board import Board
 from weft.jobs.serve.http.app import make_app
+from weft.jobs.serve.http.protocol import BoundedProtocol
 from weft.jobs.serve.models import ServedModel
 from weft.jobs.serve.service import TextService
 
@@ -64,10 +65,9 @@ def serving(
     asked = ServeOptions(tuple(ModelChoice(name, m.folder) for name, m in models.items()), port=0, **options)
     held: list[Serving] = []
     is_up = threading.Event()
+    app = around(make_app(lambda: held[0].service))
     server = uvicorn.Server(
-        uvicorn.Config(
-            around(make_app(lambda: held[0].service)), port=0, log_level="warning", lifespan="off", ws="none"
-        )
+        uvicorn.Config(app, port=0, http=BoundedProtocol, log_level="warning", lifespan="off", ws="none")
     )
 
     async def main() -> None:

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 from servers import DEADLINE, Serving, serving
 
 from weft.jobs.serve import service as service_module
+from weft.jobs.serve.http import protocol
 from weft.jobs.serve.models import Ask, Given, ServedModel, TextContent
 from weft.jobs.serve.options import ModelChoice
 from weft.jobs.serve.tokens import RequestTokenizer
@@ -98,6 +99,37 @@ def test_a_body_that_does_not_come_ends(server: Serving, monkeypatch: pytest.Mon
     monkeypatch.setattr(service_module, "_BODY_SECONDS", 0.05)
     with raw(server, head(100) + b"{") as slow:
         assert slow.recv(15).startswith(b"HTTP/1.1 408")
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the server has closed it; waits for that, up to the deadline."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_head_that_does_not_come_ends(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with raw(server, whole) as usual:  # one that is between requests is not meant
+        assert usual.recv(15) == b"HTTP/1.1 200 OK"
+        monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.05)
+        with raw(server, b"") as silent, raw(server, whole[:30]) as cut:
+            assert closed(silent)
+            assert closed(cut)
+        monkeypatch.setattr(protocol, "HEAD_SECONDS", DEADLINE)
+        usual.sendall(whole)
+        wait_for(lambda: b"HTTP/1.1 200 OK" in usual.recv(4096))
+
+
+@pytest.mark.parametrize("what", [b"x: y\r\n", b"x"], ids=["many", "long"])
+def test_a_head_that_does_not_end_is_not_held(server: Serving, what: bytes) -> None:
+    with raw(server, b"GET /health HTTP/1.1\r\nHost: x\r\nname: ") as endless:
+        with suppress(ConnectionError):
+            for _ in range(100):
+                endless.sendall(what * 4000)
+        assert closed(endless)
+    assert server.get("/health").status_code == 200
 
 
 def test_a_slow_reader_holds_up_nobody(server: Serving) -> None:

@@ -7,8 +7,9 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -129,12 +130,18 @@ class TextService:
         start = time.perf_counter()
         self.figures.count("te_request_count", method)
         model.check(ask)
+        with self._place():
+            return await self._compute(request, model, given, ask, method, start)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """One of the requests that are worked on; raises at once where there is no place."""
         if self._in_flight >= self.options.max_concurrent_requests:
             raise RequestError(Problem.OVERLOADED, "Model is overloaded")
         self._in_flight += 1
         self.figures.gauge("weft_requests_in_flight", self._in_flight)
         try:
-            return await self._compute(request, model, given, ask, method, start)
+            yield
         finally:
             self._in_flight -= 1
             self.figures.gauge("weft_requests_in_flight", self._in_flight)
@@ -179,8 +186,9 @@ class TextService:
         return Answer(model, ticket.results, figures, characters)
 
     async def in_pool(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What takes long, beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+        """What takes long and needs no model, beside the event loop."""
+        with self._place():
+            return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
 
 
 def _length(text: Given) -> int:

@@ -24,6 +24,7 @@ import uvicorn
 
 from weft.jobs.serve.board import Board
 from weft.jobs.serve.http.app import make_app
+from weft.jobs.serve.http.protocol import BoundedProtocol
 from weft.jobs.serve.models import ServedModel, open_model, warm_up
 from weft.jobs.serve.options import ServeOptions
 from weft.jobs.serve.service import TextService
@@ -232,8 +233,8 @@ def _run(
     sys.setswitchinterval(0.0005)
     held: list[TextService] = []
     config = uvicorn.Config(
-        make_app(lambda: held[0]), access_log=options.log_requests, lifespan="off", server_header=False,
-        log_level="info" if options.log_requests else "warning", backlog=2048, ws="none",
+        make_app(lambda: held[0]), http=BoundedProtocol, access_log=options.log_requests, lifespan="off", ws="none",
+        log_level="info" if options.log_requests else "warning", backlog=2048, server_header=False,
         timeout_graceful_shutdown=max(round(options.drain_seconds), 1), timeout_keep_alive=_IDLE_SECONDS,
     )  # fmt: skip
     server = _Server(config, started)
