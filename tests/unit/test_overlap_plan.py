@@ -212,10 +212,7 @@ def test_messages_after_the_matmul_take_nothing_from_it(op: Op) -> None:
     p = OverlapPlan(op, 512, 3072, 768, "float32", (0, 1))
     dear = replace(curves(gbps=1.0), cpu_per_byte=4e-9, cpu_per_message=1e-3)
     free = replace(dear, cpu_per_byte=0.0, cpu_per_message=0.0)
-    if op.gathers:  # what came before is paid for before
-        assert simulated_seconds(p, free) <= simulated_seconds(p, dear)
-    else:
-        assert simulated_seconds(p, dear) == pytest.approx(simulated_seconds(p, free))
+    assert simulated_seconds(p, dear) == pytest.approx(simulated_seconds(p, free))
 
 
 def test_a_message_takes_from_the_matmul_only_while_both_last() -> None:

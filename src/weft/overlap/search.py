@@ -40,7 +40,7 @@ WORTH = 0.985
 _TILE_N = 512
 # Simulations for one plan; each takes a few milliseconds for 4 ranks, and grows with their number.
 _TRIES = 64
-_FEW_UNITS = 4
+_FEW_UNITS = 5
 _EVEN = (1, 2, 4, 8, 16)
 _BETTER = 0.999
 # Units to try where each message holds a part of the device: the recurrence cannot count messages.

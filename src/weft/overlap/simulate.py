@@ -88,7 +88,7 @@ class _World:
             start, end = self._transmit(start, *action.message)
         else:
             if lane.endswith("compute"):
-                end = self._computed(rank, end)
+                end = self._computed(rank, self.busy.get(lane, 0.0), start, end)
             else:  # sums and copies take their time from the matmul, too
                 self._take(rank, start, end, action.seconds)
             self.busy[lane] = end
@@ -100,14 +100,16 @@ class _World:
         if cpu:
             self.loads.setdefault(rank, []).append(_Load(start, max(end, start + cpu), cpu))
 
-    def _computed(self, rank: int, alone: float) -> float:
-        """When a stretch of the matmul ends that would end at `alone` if nothing took any of the core.
+    def _computed(self, rank: int, before: float, start: float, alone: float) -> float:
+        """When a stretch of the matmul from `start` on ends that would end at `alone` if nothing took any of the core.
 
-        What messages take after the matmul's end delays nothing: the core is free then.
+        What messages take after the matmul's end delays nothing, nor what they take between `before`, the end of the
+        last stretch, and `start`: the core is free then.
         """
         loads, end = self.loads.get(rank, []), alone
+        idle = sum(load.until(start) - load.until(before) for load in loads)
         for _ in range(_SETTLES):
-            end = alone + sum(load.until(end) for load in loads)
+            end = alone - idle + sum(load.until(end) for load in loads)
         self.loads[rank] = [load.after(end) for load in loads if load.end > end]
         return end
 

@@ -18,6 +18,7 @@ from weft.comm import Group
 from weft.comm.deadline import PROBE
 from weft.comm.tags import Mark
 from weft.kernels import linear
+from weft.kernels.dispatch import kernels_for
 from weft.overlap.blocks import Topology
 from weft.overlap.executor.resources import Worker, pack
 from weft.overlap.plan import Op, OverlapPlan, shared_dims
@@ -27,7 +28,7 @@ from weft.overlap.speeds import Curve, Curves, slowest, subadditive
 _MOST_FITTED = 1024  # all-to-all has another number of rows in every call
 _SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _MATMUL = (96, 1024, 2048)  # m, k, n: quick, but with a weight that the fastest caches do not hold, as in use
-_ADD_BYTES = 1 << 22
+_ADD = (512, 3072)  # rows and columns of a sum
 _REPEATS = 5
 _STRETCHES = 3  # in which the matmul is measured, with other probes between: one disturbance does not meet all
 # (bytes, messages) that travel beside a matmul: few large ones and many small ones tell a byte's cost from a message's.
@@ -132,7 +133,7 @@ def measure_curves(group: Group) -> Curves:
     mine = Curves(
         wire=Curve(points),
         flops=2.0 * _MATMUL[0] * _MATMUL[1] * _MATMUL[2] / min(matmuls),
-        add_bytes=2 * _ADD_BYTES / statistics.median(sums),
+        add_bytes=2 * 4 * _ADD[0] * _ADD[1] / statistics.median(sums),
         cpu_per_byte=per_byte,
         call_overhead=points[0][1],
         cpu_per_message=per_message,
@@ -166,12 +167,16 @@ def _apart(times: Sequence[float]) -> float:
 
 
 def _sums() -> list[float]:
-    """Seconds of sums as a call makes them: parts that lie in memory, into an output that is new."""
-    parts = [torch.ones(_ADD_BYTES // 4) for _ in range(4)]
+    """Seconds of sums as calls make them: parts that lie in memory, into an output that is new each time.
+
+    What the system takes to give the output its pages is often longer than the sum itself.
+    """
+    parts = [torch.ones(_ADD) for _ in range(3)]
     found = []
     for i in range(len(parts)):
+        out = kernels_for(parts[0]).empty(*_ADD, dtype=torch.float32, device="cpu")
         start = time.perf_counter()
-        torch.add(parts[i - 1], parts[i], out=torch.empty(_ADD_BYTES // 4))
+        torch.add(parts[i - 1], parts[i], out=out)
         found.append(time.perf_counter() - start)
     return found
 
