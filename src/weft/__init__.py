@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.errors import PeerLost, PeerMismatch, PeerTimeout
     from weft.kernels import PackedWeight, linear
     from weft.kernels.freshness import refresh
+    from weft.kernels.norm import LayerNorm, RMSNorm
     from weft.layout import DeclaredCluster, Layout, Mesh
     from weft.overlap import (
         ColwiseOverlap,
@@ -46,6 +47,7 @@ _HOME = {
     "weft.errors": ("PeerLost", "PeerMismatch", "PeerTimeout"),
     "weft.kernels": ("PackedWeight", "linear"),
     "weft.kernels.freshness": ("refresh",),
+    "weft.kernels.norm": ("LayerNorm", "RMSNorm"),
     "weft.layout": ("DeclaredCluster", "Layout", "Mesh"),
     "weft.overlap": (
         "ColwiseOverlap",
@@ -71,6 +73,7 @@ __all__ = [
     "ColwiseOverlap",
     "DeclaredCluster",
     "Generator",
+    "LayerNorm",
     "Layout",
     "Mesh",
     "PackedBatch",
@@ -79,6 +82,7 @@ __all__ = [
     "PeerMismatch",
     "PeerTimeout",
     "Pipeline",
+    "RMSNorm",
     "RowwiseOverlap",
     "Timeline",
     "all_gather_matmul",

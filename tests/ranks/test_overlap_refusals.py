@@ -16,7 +16,6 @@ from weft.comm.tell import store_of
 from weft.errors import PeerMismatch
 from weft.overlap import Op, OverlapPlan
 from weft.overlap.executor import context
-from weft.overlap.executor import outgoing as run_outgoing
 from weft.overlap.executor import short as run_short
 
 M, N, K = 96, 64, 32
@@ -53,14 +52,14 @@ def refused(how: str) -> None:
 
 def hold(key: str) -> None:
     """Rank 1 sums up the parts of its next call only when rank 0 has computed those of a later one."""
-    real, store, held = run_short.add_terms, store_of(dist.group.WORLD), [True]
+    real, store, held = run_short.add_rows, store_of(dist.group.WORLD), [True]
 
     def slow(*args: object) -> None:
         if held.pop() if held else False:
             store.wait([key], timedelta(seconds=20))
         real(*args)
 
-    run_outgoing.add_terms = run_short.add_terms = slow
+    run_short.add_rows = slow
 
 
 def tell(key: str, context: object) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -42,7 +43,8 @@ from weft.errors import PeerLost, PeerMismatch, PeerTimeout, WeftError
 
 _DIGEST_BYTES = 32
 _LOOPS = ("gloo_tcp_loop",)
-_TAKE_SHORTER = ("gloo", "dma")  # backends whose receives may have more room than what comes: known of these only
+# Backends whose receives may have more room than what comes: known of gloo's TCP, which it has on Linux, and our cards.
+_TAKE_SHORTER = ("gloo", "dma") if sys.platform == "linux" else ()
 _leave_alone: ContextVar[bool] = ContextVar("weft_leave_gloo_threads_alone", default=False)
 
 

@@ -10,6 +10,7 @@ A row's bits depend on that row only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,43 @@ class NormOutput(NamedTuple):
 
     out: Tensor
     total: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RMSNorm:
+    """x / rms(x) * weight over rows of N: weight [N], or None for ones."""
+
+    weight: Tensor | None = None
+    eps: float = 1e-6
+
+    @property
+    def beta(self) -> None:
+        """What a norm adds at the end; this one nothing."""
+        return
+
+
+@dataclass(frozen=True, eq=False)
+class LayerNorm:
+    """(x - mean(x)) / std(x) * weight + bias over rows of N: weight and bias [N], or None for ones and zeros."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
+
+    @property
+    def beta(self) -> Tensor | None:
+        """What a norm adds at the end."""
+        return self.bias
+
+
+def add_and_norm(x: Tensor, norm: RMSNorm | LayerNorm, residual: Tensor | None = None) -> NormOutput:
+    """norm(x + residual), and x + residual: [M, N]. Differentiable.
+
+    >>> normed = add_and_norm(torch.ones(2, 4), RMSNorm(), torch.ones(2, 4))
+    >>> normed.total[0, 0].item(), round(normed.out[0, 0].item(), 3)
+    (2.0, 1.0)
+    """
+    return _norm(x, None, residual, norm.weight, norm.beta, norm.eps, isinstance(norm, RMSNorm), "", 0)
 
 
 def add_bias_residual_layernorm(

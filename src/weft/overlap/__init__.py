@@ -1,6 +1,7 @@
 """Matmuls that communicate while they compute.
 
 api        the ops as users call them, and `plan_overlap`
+inputs     what a call was given: cast and checked
 ops        the same as custom ops of torch: gradients, compiling, flop counts
 styles     layers for `parallelize_module`
 plan       what a call will do, as a value that prints and parses

@@ -35,16 +35,17 @@ Where nobody compiles, differentiates or counts, a call goes straight to the gro
 custom ops of `ops`. Under `torch.autocast` x, weight and bias are cast to its type, as torch's own linear does (float64
 is not), the result has that type, and gradients go back through the casts.
 
+`matmul_reduce_scatter` and `matmul_all_reduce` also add a residual to their result and take a norm of that (`norm=`),
+while the rows are in the cache, with the bits of the separate ops. With gradients these are separate.
+
 `plan_overlap` gives the plan for a matmul, on a group that exists or on a cluster that is only declared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from inspect import signature
-from typing import Any, TypeVar
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -54,56 +55,19 @@ from weft._torch import tell_flop_counters
 from weft.comm.deadline import Deadline, timeout_of
 from weft.comm.tags import Line, turn
 from weft.kernels import PackedWeight
-from weft.kernels.dispatch import check_tensor, dtypes_on, is_plain, is_supported, refuse_tangents
+from weft.kernels.dispatch import NATIVE, check_tensor, is_plain, kernels_for, refuse_tangents
+from weft.kernels.norm import LayerNorm, NormOutput, RMSNorm, add_and_norm
 from weft.layout.mesh import DeclaredCluster
 from weft.overlap import ops
 from weft.overlap.blocks import chunk_bounds
+from weft.overlap.executor import matmul_scatter
 from weft.overlap.executor.call import executor_for, parse_plan
 from weft.overlap.executor.context import Context, context_of
+from weft.overlap.executor.sums import RowNorm
+from weft.overlap.inputs import Weight, cast_inputs, check_norm, check_shard, checked
 from weft.overlap.plan import Op, OverlapPlan
 from weft.overlap.search import choose_plan
 from weft.overlap.speeds import Curves
-
-Weight = Tensor | PackedWeight
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def cast_inputs(op: F) -> F:
-    """`op(x, w, ..., bias=)` with its inputs in the type of autocast, where that is on."""
-    names = list(signature(op).parameters)
-    x, w = names[:2]
-
-    @wraps(op)
-    def call(*tensors: Any, **options: Any) -> Any:
-        first = tensors[0] if tensors else options.get(x)
-        if not isinstance(first, Tensor) or first.is_meta:  # which the op refuses, and torch knows no autocast for
-            return op(*tensors, **options)
-        device = first.device.type
-        if not torch.is_autocast_enabled(device):
-            return op(*tensors, **options)
-        given = dict(zip(names, tensors, strict=False)) | options
-        dtype = torch.get_autocast_dtype(device)
-        given[x], given[w] = _cast(given[x], dtype), _cast_weight(given[w], dtype)
-        if "bias" in given:
-            given["bias"] = _cast(given["bias"], dtype)
-        with torch.autocast(device, enabled=False):
-            return op(**given)
-
-    return call  # type: ignore[return-value]
-
-
-def _cast(t: Any, dtype: torch.dtype) -> Any:
-    """What is no tensor is left for the op to refuse."""
-    return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-
-
-def _cast_weight(w: Any, dtype: torch.dtype) -> Any:
-    """A packed weight of another type is packed again in this one: of the dense one beside it, where there is one."""
-    if not isinstance(w, PackedWeight):
-        return _cast(w, dtype)
-    if w.data.dtype == dtype:
-        return w
-    return _cast(w.to_dense() if w.source is None else w.source, dtype)
 
 
 @cast_inputs
@@ -120,9 +84,9 @@ def all_gather_matmul(
 
     `m` is M, all rows together; without it every rank has as many as this one. Tiles of y start as their rows arrive.
     """
-    dense, packed, n, isa = _checked("x_shard", x_shard, "w", w, bias, group)
+    dense, packed, n, isa = checked("x_shard", x_shard, "w", w, bias, group)
     total = x_shard.shape[0] * group.size() if m is None else m
-    _check_shard(x_shard.shape[0], total, group)
+    check_shard(x_shard.shape[0], total, group)
     text = _text(plan, Op.ALL_GATHER, x_shard)
     if _is_plain("all_gather_matmul", x_shard, dense, bias):
         context = context_of(group)
@@ -134,6 +98,16 @@ def all_gather_matmul(
     return y
 
 
+@overload
+def matmul_reduce_scatter(
+    x: Tensor, w_shard: Weight, *, group: ProcessGroup, bias: Tensor | None = None,
+    plan: OverlapPlan | str | None = None, residual: None = None, norm: None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def matmul_reduce_scatter(
+    x: Tensor, w_shard: Weight, *, group: ProcessGroup, bias: Tensor | None = None,
+    plan: OverlapPlan | str | None = None, residual: Tensor | None = None, norm: RMSNorm | LayerNorm,
+) -> NormOutput: ...  # fmt: skip
 @cast_inputs
 def matmul_reduce_scatter(
     x: Tensor,
@@ -142,14 +116,31 @@ def matmul_reduce_scatter(
     group: ProcessGroup,
     bias: Tensor | None = None,
     plan: OverlapPlan | str | None = None,
-) -> Tensor:
+    residual: Tensor | None = None,
+    norm: RMSNorm | LayerNorm | None = None,
+) -> Tensor | NormOutput:
     """y = reduce_scatter(x w_shard^T) + bias: x [M, K_r], w_shard [N, K_r], bias [N] -> [m_r, N].
 
     Blocks of the product are sent to the owners of their rows while the next ones are computed.
+
+    With `norm`, the named result: `total` [m_r, N] = y + residual, and `out` = norm(total). residual [m_r, N].
+
+        normed = weft.matmul_reduce_scatter(x, w, group=group, residual=hidden, norm=weft.RMSNorm(weight, eps=1e-6))
+        hidden, y = normed.total, normed.out
     """
-    return _matmul_reduce(Op.REDUCE_SCATTER, x, w_shard, group, bias, plan)
+    return _matmul_reduce(Op.REDUCE_SCATTER, x, w_shard, group, bias, plan, residual, norm)
 
 
+@overload
+def matmul_all_reduce(
+    x: Tensor, w_shard: Weight, *, group: ProcessGroup, bias: Tensor | None = None,
+    plan: OverlapPlan | str | None = None, residual: None = None, norm: None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def matmul_all_reduce(
+    x: Tensor, w_shard: Weight, *, group: ProcessGroup, bias: Tensor | None = None,
+    plan: OverlapPlan | str | None = None, residual: Tensor | None = None, norm: RMSNorm | LayerNorm,
+) -> NormOutput: ...  # fmt: skip
 @cast_inputs
 def matmul_all_reduce(
     x: Tensor,
@@ -158,12 +149,15 @@ def matmul_all_reduce(
     group: ProcessGroup,
     bias: Tensor | None = None,
     plan: OverlapPlan | str | None = None,
-) -> Tensor:
+    residual: Tensor | None = None,
+    norm: RMSNorm | LayerNorm | None = None,
+) -> Tensor | NormOutput:
     """y = all_reduce(x w_shard^T) + bias: x [M, K_r], w_shard [N, K_r], bias [N] -> [M, N], the same on all ranks.
 
-    The gradient of y must be the same on all ranks, too, as it is in tensor parallelism.
+    The gradient of y must be the same on all ranks, too, as it is in tensor parallelism. `norm` and `residual` [M, N]
+    are as in `matmul_reduce_scatter`.
     """
-    return _matmul_reduce(Op.ALL_REDUCE, x, w_shard, group, bias, plan)
+    return _matmul_reduce(Op.ALL_REDUCE, x, w_shard, group, bias, plan, residual, norm)
 
 
 @cast_inputs
@@ -182,7 +176,7 @@ def matmul_all_to_all(
     The rows that come to this rank are ordered by source rank, then as they are there. `rows` is R where it is known:
     a compiled graph then has no size that depends on data.
     """
-    dense, packed, n, isa = _checked("x", x, "w", w, bias, group)
+    dense, packed, n, isa = checked("x", x, "w", w, bias, group)
     check_tensor("destinations", destinations, x.device)
     if destinations.shape != x.shape[:1] or destinations.dtype != torch.int64:
         raise ValueError(
@@ -212,22 +206,36 @@ def replicated_matmul(x: Tensor, w: Weight, *, group: ProcessGroup, bias: Tensor
 
     Nothing travels but the gradient of x, which is a sum over ranks.
     """
-    dense, packed, n, isa = _checked("x", x, "w", w, bias, group)
+    dense, packed, n, isa = checked("x", x, "w", w, bias, group)
     _use_dispatcher("replicated_matmul", x, dense, bias)
     y: Tensor = ops.replicated_matmul(x, dense, packed, bias, n, isa, group.group_name)
     return y
 
 
 def _matmul_reduce(
-    op: Op, x: Tensor, w: Weight, group: ProcessGroup, bias: Tensor | None, plan: OverlapPlan | str | None
-) -> Tensor:
-    dense, packed, n, isa = _checked("x", x, "w_shard", w, bias, group)
+    op: Op, x: Tensor, w: Weight, group: ProcessGroup, bias: Tensor | None, plan: OverlapPlan | str | None,
+    residual: Tensor | None, norm: RMSNorm | LayerNorm | None,
+) -> Tensor | NormOutput:  # fmt: skip
+    dense, packed, n, isa = checked("x", x, "w_shard", w, bias, group)
     text = _text(plan, op, x)
-    if _is_plain(op.value, x, dense, bias):
-        context = context_of(group)
-        return executor_for(context, x).matmul_scatter(context, op, x, _packed(w, context), bias=bias, plan=text)
-    y: Tensor = ops.matmul_reduce(x, dense, packed, bias, op.value, n, isa, group.group_name, text)
-    return y
+    after: list[Tensor] = []
+    if norm is not None or residual is not None:
+        m0, m1 = chunk_bounds(x.shape[0], group.size())[group.rank() :][:2]
+        check_norm(norm, residual, x, n, x.shape[0] if op is Op.ALL_REDUCE else m1 - m0)
+        assert norm is not None
+        after = [t for t in (residual, norm.weight, norm.beta) if t is not None]
+    y: Tensor
+    if not _is_plain(op.value, x, dense, bias, *after):
+        y = ops.matmul_reduce(x, dense, packed, bias, op.value, n, isa, group.group_name, text)
+        return y if norm is None else add_and_norm(y, norm, residual)
+    context = context_of(group)
+    weight = _packed(w, context)
+    if norm is not None and context.size > 1 and kernels_for(x).name == NATIVE:
+        rows = RowNorm(norm, residual)
+        y = matmul_scatter(context, op, x, weight, bias=bias, plan=text, after=rows)
+        return NormOutput(rows.normed(y), y)
+    y = executor_for(context, x).matmul_scatter(context, op, x, weight, bias=bias, plan=text)
+    return y if norm is None else add_and_norm(y, norm, residual)
 
 
 def _is_plain(op: str, x: Tensor, dense: Tensor | None, bias: Tensor | None, *others: Tensor) -> bool:
@@ -258,47 +266,6 @@ def _text(plan: OverlapPlan | str | None, op: Op, x: Tensor) -> str:
     if not torch.compiler.is_compiling():
         parse_plan(text, op, x.dtype)
     return text
-
-
-def _checked(
-    name: str, x: Tensor, w_name: str, w: Weight, bias: Tensor | None, group: object
-) -> tuple[Tensor | None, Tensor | None, int, str]:
-    """The weight as ops take it: dense where there is one, packed where the caller did that, N, instruction set."""
-    if not isinstance(group, ProcessGroup):
-        raise ValueError(
-            f"group is a {type(group).__name__}, expected a process group that this rank is in, such as "
-            "torch.distributed.group.WORLD or mesh.get_group()"
-        )
-    check_tensor(name, x)
-    if isinstance(w, PackedWeight):
-        check_tensor(f"{w_name}.data", w.data, x.device)
-        dense, packed, n, k, isa, dtype = w.checked_source(), w.data, w.n, w.k, w.isa, w.dtype
-    else:
-        check_tensor(w_name, w, x.device)
-        if w.dim() != 2:
-            raise ValueError(f"a weight has shape [N, K], got {list(w.shape)}")
-        dense, packed, (n, k), isa, dtype = w, None, w.shape, "", w.dtype
-    if x.dim() != 2 or x.shape[1] != k:
-        raise ValueError(f"{name} has shape {list(x.shape)}, expected [M, {k}] for a weight [{n}, {k}]; flatten it")
-    if x.dtype != dtype or not is_supported(x.device.type, x.dtype):
-        types = dtypes_on(x.device.type) or f"a device with kernels, not {x.device.type}"
-        raise ValueError(f"{name} is {x.dtype} and the weight {dtype}, expected {types}, both alike")
-    if bias is not None:
-        check_tensor("bias", bias, x.device)
-        if bias.shape != (n,) or bias.dtype != x.dtype:
-            expected = f"{x.dtype} [{n}] like the weight's rows"
-            raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, expected {expected}")
-    return dense, packed, n, isa
-
-
-def _check_shard(rows: int, total: int, group: ProcessGroup) -> None:
-    bounds, size, rank = chunk_bounds(total, group.size()), group.size(), group.rank()
-    expected = bounds[rank + 1] - bounds[rank]
-    if rows != expected:
-        raise ValueError(
-            f"x_shard has {rows} rows, expected {expected}: rank {rank}'s part of m={total} rows after torch.chunk "
-            f"over {size} ranks; give m=, the number of all rows"
-        )
 
 
 # Plans ------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from weft.overlap.executor.call import MatmulCall, Request, exchange_counts, new
 from weft.overlap.executor.context import Context
 from weft.overlap.executor.resources import Need, WorkerJob, view
 from weft.overlap.executor.short import is_carried, matmul_short
-from weft.overlap.executor.sums import add_terms
+from weft.overlap.executor.sums import RowNorm, add_rows, add_terms
 from weft.overlap.outgoing import Finish, Outgoing, SendBlock, Space, View, lower
 from weft.overlap.plan import Op, OverlapPlan
 from weft.timeline import record
@@ -43,14 +43,21 @@ def matmul_scatter(
     bias: Tensor | None,
     plan: str = "",
     meanwhile: Callable[[], None] | None = None,
+    after: RowNorm | None = None,
 ) -> Tensor:
-    """x [M, K_r] times weight [N, K_r], summed over ranks: this rank's rows of it, or all (all-reduce)."""
+    """x [M, K_r] times weight [N, K_r], summed over ranks: this rank's rows of it, or all (all-reduce).
+
+    `after` follows the sum of each row, in place.
+    """
     x = row_major(x)
 
     def compute(run: OutgoingCall) -> Tensor:
         if is_carried(run):
-            return matmul_short(run, x, weight, bias=bias, meanwhile=meanwhile)
+            return matmul_short(run, x, weight, bias=bias, meanwhile=meanwhile, after=after)
         y = new_output(x, run.prepare(), weight.n)
+        if after is not None:
+            after.prepare(y)
+        run.after = after
         run.run(x, weight, out=y, bias=bias, meanwhile=meanwhile)
         return y
 
@@ -126,6 +133,8 @@ class Arrivals:
 
 class OutgoingCall(MatmulCall):
     """One call of an op whose output travels."""
+
+    after: RowNorm | None = None
 
     def prepare(self, counts: Counts | None = None) -> int:
         """Lowers the plan and makes room; returns how many rows this rank will have."""
@@ -276,6 +285,8 @@ class OutgoingCall(MatmulCall):
         forwards: list[Transfer] = []
         for finish in self.program.finishes:
             forwards += self._finish(finish, bias, out)
+        if self.after is not None and self.plan.axis is Axis.COLS:  # whole rows are there only now
+            self.after.follow(out, 0, out.shape[0])
 
         def wait() -> None:
             for transfer in forwards:
@@ -317,12 +328,19 @@ class OutgoingCall(MatmulCall):
         self.record("recv", f"rows {box.m0} to {box.m1}", "comm", waited)
         start = record.now()
         target = out[box.m0 : box.m1, box.n0 : box.n1]
-        add_terms(terms, target, None if bias is None or finish.whole else bias[box.n0 : box.n1])
+        added = None if bias is None or finish.whole else bias[box.n0 : box.n1]
+        after = self.after if self.plan.axis is Axis.ROWS else None
+        if finish.result is None and after is not None:
+            add_rows(terms, out, added, box.m0, box.m1, after)
+        else:
+            add_terms(terms, target, added)
         self.record("other", f"sum of rows {box.m0} to {box.m1}", "comm", start)
         if finish.result is None:
             return []
         result = self._shared(finish.result)
         result.copy_(target)
+        if after is not None:  # what others take is the sum alone
+            after.follow(out, box.m0, box.m1)
         self.call.bank.counters(self.context.rank).add(self.room.published_at + finish.result.need)
         return [self.send(result, peer, tag) for peer, tag in finish.forward]
 

@@ -17,7 +17,7 @@ from weft.overlap.blocks import nested
 from weft.overlap.executor.call import MatmulCall, new_output
 from weft.overlap.executor.context import PAYLOAD_AT
 from weft.overlap.executor.resources import Need
-from weft.overlap.executor.sums import add_terms
+from weft.overlap.executor.sums import RowNorm, add_rows
 from weft.overlap.plan import Op
 from weft.overlap.short import is_short
 from weft.timeline import record
@@ -46,7 +46,13 @@ class ShortPlaces:
 
 
 def matmul_short(
-    run: MatmulCall, x: Tensor, weight: PackedWeight, *, bias: Tensor | None, meanwhile: Callable[[], None] | None
+    run: MatmulCall,
+    x: Tensor,
+    weight: PackedWeight,
+    *,
+    bias: Tensor | None,
+    meanwhile: Callable[[], None] | None = None,
+    after: RowNorm | None = None,
 ) -> Tensor:
     """x [M, K_r] times weight [N, K_r], summed over ranks: this rank's rows of it, or all (all-reduce)."""
     plan, context = run.plan, run.context
@@ -60,8 +66,11 @@ def matmul_short(
     _exchange(run, places, meanwhile)
     start = record.now()
     y = new_output(x, places.parts[0].shape[0], plan.n)
+    if after is not None:
+        after.prepare(y)
     if y.numel():
-        add_terms([[places.parts[r] for r in host] for host in nested(plan.hosts, range(plan.size))], y, bias)
+        terms = [[places.parts[r] for r in host] for host in nested(plan.hosts, range(plan.size))]
+        add_rows(terms, y, bias, 0, y.shape[0], after)
     run.record("other", f"sum of {y.shape[0]} rows", "comm", start)
     return y
 
