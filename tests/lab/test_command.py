@@ -14,7 +14,10 @@ import pytest
 from weft.errors import PeerTimeout, RankFailed
 from weft.lab import Cluster, Rank
 
-SHOW = "hostname; getent ahostsv4 $(hostname) | head -n 1; echo $WEFT_LAB_HOST $EXTRA; pwd; readlink /proc/self/ns/net"
+SHOW = (
+    "hostname; getent ahostsv4 $(hostname) | head -n 1; echo $WEFT_LAB_HOST $OMP_NUM_THREADS $EXTRA; pwd; "
+    "readlink /proc/self/ns/net"
+)
 
 
 def said(cluster: Cluster, host: int, line: str, folder: Path, **env: str) -> list[str]:
@@ -29,7 +32,7 @@ def test_a_command_is_on_its_host(cluster: Cluster, tmp_path: Path) -> None:
     for host, (name, address, variables, folder, _) in enumerate(found):
         assert name == f"host{host}"
         assert address.split()[0] == cluster.address(host) == f"10.77.0.{host + 1}"
-        assert variables == f"{host} a b"
+        assert variables == f"{host} 1 a b"
         assert folder == str(tmp_path)
     assert found[0][-1] != found[1][-1] != os.readlink("/proc/self/ns/net")
     assert os.uname().nodename != "host1"

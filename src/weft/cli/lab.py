@@ -50,6 +50,7 @@ def lab_run(
     gbps: Annotated[float, typer.Option(help="The rate of each host's card, Gbit/s.")] = 1.0,
     cards: Annotated[str, typer.Option(help="tcp, or dma: cards that read memory themselves.")] = "tcp",
     devices: Annotated[int, typer.Option(help="Ranks of a host at most, for DMA cards.")] = 1,
+    threads: Annotated[int, typer.Option(help="Threads of a rank, as all hosts share this machine's cores.")] = 1,
     loopback: Annotated[bool, typer.Option("--loopback", help="No namespaces and no limit on the cards.")] = False,
 ) -> None:
     """Run a command on every host of a lab, such as torchrun, and show what they print.
@@ -59,7 +60,8 @@ def lab_run(
     """
     from weft.lab import Cluster
 
-    with Cluster(hosts=hosts, devices=devices, gbps=None if loopback else gbps, cards=cards) as cluster:
+    rate = None if loopback else gbps
+    with Cluster(hosts=hosts, devices=devices, gbps=rate, cards=cards, threads=threads) as cluster:
         typer.echo(f"{cluster}", err=True)
         codes = _run_everywhere(cluster, words)
     for host, code in enumerate(codes):

@@ -139,10 +139,11 @@ class Cluster:
         """Starts a program on a host, next to whatever runs; returns its `Command`, to wait for or to kill.
 
         words is the program and its arguments; those of this Python's environment (torchrun, python) are found first.
-        `env` comes on top of the environment that the lab was started in; `WEFT_LAB_HOST` is the host's number. Output
-        goes to the caller's own, or to the file or descriptor given. The program has the card, the name (`host0`, which
-        the other hosts resolve) and the /dev/shm of its host, which all its commands share; files are this machine's.
-        It ends with all that it started, at the latest with the lab. Raises ValueError when it cannot be started.
+        `env` comes on top of the environment that the lab was started in; `WEFT_LAB_HOST` is the host's number, and
+        `OMP_NUM_THREADS` the lab's `threads`, as its hosts share the cores of one machine. Output goes to the caller's
+        own, or to the file or descriptor given. The program has the card, the name (`host0`, which the other hosts
+        resolve) and the /dev/shm of its host, which all its commands share; files are this machine's. It ends with all
+        that it started, at the latest with the lab. Raises ValueError when it cannot be started.
 
             agents = [cluster.command(host, ["torchrun", *options, "script.py"]) for host in range(2)]
             codes = [agent.wait(timeout=600.0) for agent in agents]

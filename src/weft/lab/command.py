@@ -141,24 +141,26 @@ class Hosts:
     """What commands find on the hosts: network namespaces, directories that become /dev/shm, and a wire of DMA cards.
 
     All are kept for as long as the lab is there: a host does not forget between two commands. On plain loopback there
-    are none.
+    are none. `threads` is how many a process uses unless it is told: the hosts share the cores of one machine.
     """
 
     networks: tuple[int, ...]
     memories: tuple[str, ...]
     wire: int | None
+    threads: int
 
     @classmethod
-    def make(cls, networks: tuple[int, ...], wire: int | None) -> Hosts:
+    def make(cls, networks: tuple[int, ...], wire: int | None, threads: int) -> Hosts:
         memories = tuple(f"/dev/shm/commands{host}" for host in range(len(networks)))
         for memory in memories:
             os.mkdir(memory)
             os.chmod(memory, 0o1777)  # what /dev/shm has
-        return cls(networks, memories, wire)
+        return cls(networks, memories, wire, threads)
 
     def variables(self, host: int) -> dict[str, str]:
         """What the environment of a command says about its host."""
         found = {HOST_VARIABLE: str(host), "GLOO_SOCKET_IFNAME": "eth0" if self.networks else "lo"}
+        found["OMP_NUM_THREADS"] = str(self.threads)
         if self.wire is not None:  # a path, as launchers close the descriptors that their children would inherit
             found[WIRE_VARIABLE] = f"/proc/{os.getppid()}/fd/{self.wire}"
         return found

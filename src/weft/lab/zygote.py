@@ -73,7 +73,7 @@ def _serve(control: Connection, requests: socket.socket) -> None:
     try:
         namespaces = () if spec.gbps is None else linux.enter(spec.hosts, spec.gbps)
         _import_once()
-        commander = fork_commander(Hosts.make(namespaces, _make_wire(spec)), requests, control)
+        commander = fork_commander(Hosts.make(namespaces, _make_wire(spec), spec.threads), requests, control)
     except LabUnavailable as error:
         control.send(Refusal(str(error), unavailable=True))
         return

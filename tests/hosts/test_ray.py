@@ -1,0 +1,36 @@
+"""The recipe of docs/hosts.md for Ray Train, on two workers of this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from page import recipes
+
+pytest.importorskip("ray.train", reason="needs the extra `hosts`")
+
+BEFORE = """\
+import ray
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
+"""
+AFTER = """
+assert result.error is None, result.error
+print("loss at the end:", result.metrics["loss"])
+ray.shutdown()
+"""
+
+
+def test_the_recipe(tmp_path: Path) -> None:
+    (code,) = recipes()["Ray Train"]
+    script = tmp_path / "recipe.py"
+    script.write_text(BEFORE + code.replace("/tmp/runs/a", str(tmp_path / "run")) + AFTER)
+    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=280.0
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert 0.0 < float(done.stdout.rpartition("loss at the end:")[2].split()[0]) < 6.0
+    assert (tmp_path / "run" / "latest").exists()
