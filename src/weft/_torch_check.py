@@ -205,6 +205,7 @@ _CHECKS: dict[str, Callable[[], str]] = {
     ),
     "version_of": _check_versions,
     "local_tensor": _check_dtensor,
+    "is_dtensor": _check_dtensor,
     "settled": _check_waiting,
     "is_wrapper": _check_wrappers,
     "has_memory": _check_zeros,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -185,6 +186,8 @@ def is_stopped(rank: Rank) -> str:
     three = dist.new_group([0, 1, 2])
     if rank.rank == 0:
         os.kill(pids[3], signal.SIGSTOP)
+        while Path(f"/proc/{pids[3]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)  # its threads stop one by one
         x = torch.zeros(1000)
         with pytest.raises(RuntimeError, match="Timed out waiting 500ms for send to rank 3"):
             rank.group.send([x], 3, 1).wait(timedelta(milliseconds=500))

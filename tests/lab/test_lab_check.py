@@ -23,6 +23,7 @@ def test_every_kind_of_link_is_measured_and_none_is_too_fast(namespaces: None) -
         "host 0 to the next, all hosts at once",
         "host 1 to the next, all hosts at once",
         "host 2 to the next, all hosts at once",
+        "2 hosts to host 0, together",
         "inside host 0",
     ]
     assert result.rows[-1].asked is None
@@ -44,7 +45,7 @@ def test_five_per_cent_either_way(measured: float, ok: bool) -> None:
 
 
 def test_the_table() -> None:
-    rows = Row("host 0 to host 1", 2.0, 1.8, tries=3, stolen=0.02), Row("inside host 0", None, 25.0)
+    rows = Row("host 0 to host 1", 2.0, 1.8, tries=3, stolen=0.02, cpu=0.5), Row("inside host 0", None, 25.0)
     text = io.StringIO()
     Console(width=120, file=text).print(render(CheckResult("lab a", rows)))
     lines = text.getvalue().splitlines()
@@ -54,6 +55,7 @@ def test_the_table() -> None:
         "2",
         "1.8",
         "-10.0%",
+        "0.50",
         "3",
         "2.0%",
         "off by more than 5%",

@@ -117,6 +117,8 @@ def run_page(page: list[Block], world: int, folder: str, port: int) -> None:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         for block in chosen:
             _execute(block, namespace)
+            if not makes_group:
+                dist.barrier()  # else one rank may read what another one still writes to the same folder
     if not dist.is_initialized():  # which whoever started this process takes down again
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 

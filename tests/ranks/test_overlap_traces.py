@@ -129,7 +129,7 @@ def path(transport: Transport, most: int) -> None:
     assert len(found) <= most, sorted(found)
 
 
-@pytest.mark.parametrize(("transport", "most"), [(Transport.WINDOWS, 16), (Transport.MESSAGES, 19)])
+@pytest.mark.parametrize(("transport", "most"), [(Transport.WINDOWS, 19), (Transport.MESSAGES, 22)])
 def test_the_path_of_a_call_is_short(transport: Transport, most: int) -> None:
     run_ranks(path, 2, transport, most)
 

@@ -33,7 +33,7 @@ class Fault(IntEnum):
     UNREADABLE = 5
     OWN_GAVE_UP = 6
     FULL = 7
-    TIMEOUT = 8
+    LATE = 8
 
 
 _SAID = {
@@ -123,7 +123,7 @@ class CardChannel:
         fault, source, theirs = self._card.wait(message, seconds)
         if fault == Fault.NONE:
             return self._endpoints.index(source) if source in self._endpoints else None
-        if fault == Fault.TIMEOUT:
+        if fault == Fault.LATE:
             self.give_up()
             self._card.wait(message, self.timeout.total_seconds())  # it has failed, and nobody writes to it any more
             raise RuntimeError(f"Timed out waiting {seconds * 1000:.0f}ms for {what}")
