@@ -58,6 +58,7 @@ def test_other_activations_and_sizes(tmp_path, act):
         {"hidden_act": "gelu_fast"}, {"is_decoder": True}, {"position_embedding_type": "relative_key"}, {"mine": 1},
         {"model_type": "electra"}, {"num_hidden_layers": 2}, {"dtype": "float16"}, {"vocab_size": 98},
         {"layer_norm_eps": None}, {"hidden_size": "64"}, {"num_attention_heads": 5}, {"quantization_config": {}},
+        {"num_attention_heads": 0}, {"model_type": ["bert"]}, {"hidden_act": ["gelu"]},
     ],
 )  # fmt: skip
 def test_a_config_that_is_not_surely_plain(tmp_path, change):
@@ -67,7 +68,7 @@ def test_a_config_that_is_not_surely_plain(tmp_path, change):
     assert StoredEncoder.of(tmp_path) is None
 
 
-@pytest.mark.parametrize("change", ["missing", "half", "mixed", "renamed", "more", "twice"])
+@pytest.mark.parametrize("change", ["missing", "half", "mixed", "renamed", "more", "twice", "broken"])
 def test_weights_that_are_not_surely_plain(tmp_path, change):
     build("Bert").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -80,6 +81,10 @@ def test_weights_that_are_not_surely_plain(tmp_path, change):
         "more": lambda: weights.update({"encoder.layer.1.adapter": torch.ones(3)}),
         "twice": lambda: weights.update({"bert.embeddings.word_embeddings.weight": torch.ones(99, 64)}),
     }
+    if change == "broken":
+        (tmp_path / "model.safetensors").write_bytes(b"nothing")
+        assert StoredEncoder.of(tmp_path) is None
+        return
     changed[change]()
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     assert StoredEncoder.of(tmp_path) is None
@@ -104,6 +109,7 @@ SAID = ["The foxes", "A é ée", "漢漢 the.fox", "[CLS] a [MASK]", "nul\0", ""
 def bert(path, **options):
     made = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)}, **options)
     made.save_pretrained(path)
+    write(path / "config.json", {"model_type": "bert"})
     return path
 
 
@@ -143,13 +149,15 @@ def test_the_tokenizer_is_the_one_of_the_class(tmp_path, options):
         {"config": {"extra_special_tokens": ["<x>"]}}, {"config": {"model_input_names": ["input_ids"]}},
         {"parts": {"normalizer": None}}, {"parts": {"pre_tokenizer": {"type": "Whitespace"}}},
         {"parts": {"added_tokens": []}}, {"parts": {"post_processor": None}}, {"file": "added_tokens.json"},
-        {"file": "chat_template.jinja"}, {"map": {"cls_token": "<s>"}},
+        {"model": {"model_type": "nomic_bert"}}, {"file": "chat_template.jinja"}, {"map": {"cls_token": "<s>"}},
     ],
 )  # fmt: skip
 def test_a_tokenizer_that_is_not_surely_plain(tmp_path, change):
     bert(tmp_path)
     assert PlainTokenizer.of(tmp_path, None) is not None
-    for key, name in (("config", "tokenizer_config.json"), ("parts", "tokenizer.json")):
+    for key, name in (
+        ("config", "tokenizer_config.json"), ("parts", "tokenizer.json"), ("model", "config.json"),
+    ):  # fmt: skip
         if key in change:
             write(tmp_path / name, {**json.loads((tmp_path / name).read_text()), **change[key]})
     if "map" in change:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weft.jobs.embed import EmbedOptions, Progress, Scorer
     from weft.jobs.embed.job import JobTask
 
-MAIN = "run"  # the name of what a group does without one
+MAIN = "\0"  # the name of what a group does without one: no file and no command has it
 
 
 class OnError(str, Enum):
@@ -49,7 +49,7 @@ class FilesOrMerge(TyperGroup):
 def group(command: Callable[..., None]) -> typer.Typer:
     """`weft COMMAND SOURCE ...`, and `weft COMMAND merge OUT PART...`."""
     app = typer.Typer(cls=FilesOrMerge, no_args_is_help=True, help=(command.__doc__ or "").splitlines()[0])
-    app.command(MAIN)(command)
+    app.command(MAIN, hidden=True)(command)
     app.command("merge")(_merge)
     return app
 

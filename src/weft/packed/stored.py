@@ -95,7 +95,7 @@ class StoredEncoder:
     def of(cls, folder: Path, dtype: torch.dtype | None = None) -> StoredEncoder | None:
         """The encoder of a folder, computing in `dtype` or in that of its weights; None where not all is known."""
         config = _config(folder / "config.json")
-        kind = _KINDS.get(config.get("model_type", ""))
+        kind = _KINDS.get(str(config.get("model_type")))
         if kind is None or not _is_known(config, kind) or not (folder / "model.safetensors").exists():
             return None
         weights = _Weights.of(folder / "model.safetensors", kind.prefix, config, dtype)
@@ -137,8 +137,8 @@ def _is_known(config: Mapping[str, Any], kind: _Kind) -> bool:
         return False
     if kind.has_types and (type(config.get("layer_norm_eps")) is not float or "type_vocab_size" not in config):
         return False
-    has = config.get(kind.keys["activation"])
-    return has in _ACTIVATIONS and config[kind.keys["width"]] % config[kind.keys["heads"]] == 0
+    width, heads = config[kind.keys["width"]], config[kind.keys["heads"]]
+    return str(config.get(kind.keys["activation"])) in _ACTIVATIONS and heads > 0 and width % heads == 0
 
 
 @dataclass(frozen=True)
@@ -150,24 +150,7 @@ class _Weights:
     @classmethod
     def of(cls, path: Path, prefix: str, config: Mapping[str, Any], dtype: torch.dtype | None) -> _Weights | None:
         """None where names are not those of the class, or types differ: there transformers decides."""
-        try:
-            from safetensors import safe_open
-        except ImportError:
-            return None
-        with safe_open(str(path), "pt") as file:
-            names = set(file.keys())
-            bare, under = "embeddings.word_embeddings.weight", f"{prefix}embeddings.word_embeddings.weight"
-            if (bare in names) == (under in names):
-                return None
-            start = "" if bare in names else prefix
-            parts = ("embeddings.", "encoder.", "transformer.")
-            # Copies: what a file holds may change while a job runs.
-            found = {
-                name.removeprefix(start): file.get_tensor(name).clone()
-                for name in names
-                if name.startswith(tuple(start + part for part in parts))
-            }
-        found = {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+        found = _read(path, prefix)
         types = {tensor.dtype for tensor in found.values()}
         said = config.get("dtype") or config.get("torch_dtype")
         if len(types) != 1 or not types <= set(_DTYPES.values()) or _DTYPES.get(str(said), *types) not in types:
@@ -181,6 +164,27 @@ class _Weights:
         if tuple(found.shape) != shape:
             raise KeyError(name)
         return found
+
+
+def _read(path: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a base model; none where they are not there, or may be in two ways."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        return {}
+    try:
+        with safe_open(str(path), "pt") as file:
+            names = set(file.keys())
+            starts = [start for start in ("", prefix) if f"{start}embeddings.word_embeddings.weight" in names]
+            if len(starts) != 1:
+                return {}
+            parts = tuple(starts[0] + part for part in ("embeddings.", "encoder.", "transformer."))
+            chosen = [name for name in names if name.startswith(parts)]
+            # Copies: what a file holds may change while a job runs.
+            found = {name.removeprefix(starts[0]): file.get_tensor(name).clone() for name in chosen}
+    except (OSError, SafetensorError):
+        return {}  # transformers says what is wrong
+    return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
 
 
 def _described(weights: _Weights, config: Mapping[str, Any], kind: _Kind) -> Transformer | None:

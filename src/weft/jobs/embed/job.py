@@ -146,42 +146,67 @@ def run_task(
 ) -> Progress:
     """Does a task to all records; goes on where an earlier run of the same job was stopped."""
     options.check(task.kind)
-    stream = _opened(options.source)
-    size = options.source.stat().st_size if options.source is not None and options.format != "parquet" else 0
-    with EmbeddingWriter(
-        options.out, width=task.width, job=options.job(task.width), resume=options.resume, table=task.table
-    ) as writer:
-        records = read(stream, kind=options.format, column=options.shape)
-        identity, texts = _skip_done(records, writer.journal)
-        start, before = clock(), writer.journal.tokens
-
-        def write(computed: tuple[TextBatch, Rows]) -> Progress:
-            batch, rows = computed
-            writer.append(rows, records=batch.records, tokens=batch.tokens, skipped=batch.bad, identity=batch.identity)
-            done = writer.journal
-            share = batch.bytes_read / size if size and batch.bytes_read else None
-            return Progress(done.rows, done.tokens - before, done.skipped, clock() - start, share)
-
-        progress = Progress(writer.journal.rows, 0, writer.journal.skipped, 0.0, None)
-        kept = Kept(task.numbers)
-        cutter = Batches(
-            task, kept.slots, budget=options.token_budget, skip_bad=options.skip_bad, shard=options.shard
-        )  # fmt: skip
-        ahead = Ahead(cutter.of(records, identity, texts), room=_ROOM)
-        try:
+    stream = _Stream(options)
+    try:
+        with EmbeddingWriter(
+            options.out, width=task.width, job=options.job(task.width), resume=options.resume, table=task.table
+        ) as writer:
+            records = read(stream.file, kind=options.format, column=options.shape)
+            identity, texts = _skip_done(records, writer.journal)
+            kept = Kept(task.numbers)
+            cutter = Batches(
+                task, kept.slots, budget=options.token_budget, skip_bad=options.skip_bad, shard=options.shard
+            )  # fmt: skip
+            stream.ahead = Ahead(cutter.of(records, identity, texts), room=_ROOM)
+            told = _Told(writer, stream.size, clock)
             # What is behind is left first: all that was computed is written, whatever ends this.
-            with ahead, Behind(write, room=_ROOM) as behind:
-                for batch in ahead:
+            with stream.ahead, Behind(told.write, room=_ROOM) as behind:
+                for batch in stream.ahead:
                     behind.put((batch, _computed(task, kept, batch, options.token_budget)))
                     for progress in behind.done():
                         report(progress)
                 for progress in behind.finish():
                     report(progress)
-        finally:
-            if ahead.has_ended:
-                stream.close()
-        writer.finish()
-        return progress
+            writer.finish()
+            return told.progress
+    finally:
+        stream.close()
+
+
+class _Told:
+    """Writes what was computed, and says how far the job is."""
+
+    def __init__(self, writer: EmbeddingWriter, size: int, clock: Callable[[], float]) -> None:
+        self._writer, self._size, self._clock = writer, size, clock
+        self._start, self._before = clock(), writer.journal.tokens
+        self.progress = Progress(writer.journal.rows, 0, writer.journal.skipped, 0.0, None)
+
+    def write(self, computed: tuple[TextBatch, Rows]) -> Progress:
+        batch, rows = computed
+        self._writer.append(
+            rows, records=batch.records, tokens=batch.tokens, skipped=batch.bad, identity=batch.identity
+        )  # fmt: skip
+        done = self._writer.journal
+        share = batch.bytes_read / self._size if self._size and batch.bytes_read else self.progress.share
+        tokens, seconds = done.tokens - self._before, self._clock() - self._start
+        self.progress = Progress(done.rows, tokens, done.skipped, seconds, share)
+        return self.progress
+
+
+class _Stream:
+    """The input. `size` is 0 where nobody knows how much of it is read."""
+
+    def __init__(self, options: EmbedOptions) -> None:
+        source = options.source
+        self.file = _opened(source)
+        self.size = source.stat().st_size if source is not None and options.format != "parquet" else 0
+        self.ahead: Ahead[TextBatch] | None = None
+
+    def close(self) -> None:
+        """Not while a thread waits for it, nor what stands for standard input."""
+        is_free = self.ahead is None or self.ahead.has_ended
+        if is_free and self.file is not getattr(sys.stdin, "buffer", None):
+            self.file.close()
 
 
 def _opened(source: Path | None) -> IO[bytes]:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-_CLASSES = ("BertTokenizer", "BertTokenizerFast", "DistilBertTokenizer", "DistilBertTokenizerFast")
+_CLASSES = {  # by the kind of model: of another one, transformers may take another class
+    "bert": ("BertTokenizer", "BertTokenizerFast"),
+    "distilbert": ("DistilBertTokenizer", "DistilBertTokenizerFast"),
+}
 _SPECIAL = {
     "unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]",
 }  # fmt: skip
 _PLAIN_FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
-_SURE = re.compile("[0-9A-Za-z][^ ]* ")
-_CHARACTERS_A_TOKEN = 8  # shorter texts are tokenized as fast as they are looked at
+_SURE = re.compile("[0-9A-Za-z]")
+_CHARACTERS_A_TOKEN, _LOOKED_AT = 8, 64  # shorter texts are tokenized as fast as they are looked at
 _ENDLESS = 10**30  # what transformers takes for no limit
 # What tokenizer_config.json may say without changing a token, and what it may say only so.
 _IDLE = {
@@ -56,10 +58,13 @@ class PlainTokenizer:
 
             text = (folder / "tokenizer.json").read_text(encoding="utf-8")
             config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             parts = json.loads(text)
         except (ImportError, OSError, ValueError):
             return None
-        if not isinstance(parts, dict) or not isinstance(config, dict):
+        if not all(isinstance(found, dict) for found in (parts, config, model)):
+            return None
+        if config.get("tokenizer_class") not in _CLASSES.get(str(model.get("model_type")), ()):
             return None
         if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "added_tokens.json")):
             return None
@@ -67,8 +72,8 @@ class PlainTokenizer:
         if vocabulary is None or not _is_usual(config, _other_names(folder)) or not _is_bert(parts, config, vocabulary):
             return None
         limit = config.get("model_max_length", _ENDLESS) if max_length is None else max_length
-        is_bert = str(config["tokenizer_class"]).startswith("Bert")
-        names = ["input_ids", "token_type_ids", "attention_mask"] if is_bert else ["input_ids", "attention_mask"]
+        has_types = model["model_type"] == "bert"
+        names = ["input_ids", "token_type_ids", "attention_mask"] if has_types else ["input_ids", "attention_mask"]
         return cls(Tokenizer.from_str(text), limit, [vocabulary[name] for name in _SPECIAL.values()], names)
 
     def cut(self, text: str, tokens: int) -> str:
@@ -79,8 +84,14 @@ class PlainTokenizer:
         """
         if len(text) <= _CHARACTERS_A_TOKEN * tokens:
             return text
-        last = next(islice(_SURE.finditer(text), tokens - 1, None), None)
-        return text if last is None else text[: last.end()]
+        start, end, found = 0, text.find(" "), 0
+        while 0 <= end <= _LOOKED_AT * tokens:  # words that are longer than any are not worth a search
+            found += _SURE.search(text, start, end) is not None
+            if found == tokens:
+                return text[:end]
+            start = end + 1
+            end = text.find(" ", start)
+        return text
 
     def num_special_tokens_to_add(self, pair: bool = False) -> int:
         count: int = self.backend_tokenizer.num_special_tokens_to_add(pair)
@@ -111,7 +122,7 @@ def _other_names(folder: Path) -> dict[str, Any]:
 
 def _is_usual(config: dict[str, Any], others: dict[str, Any]) -> bool:
     """Whether nothing in tokenizer_config.json makes the tokenizer another one than the class makes by default."""
-    if config.get("tokenizer_class") not in _CLASSES or set(config) - _IDLE - set(_FIXED) - set(_SPECIAL):
+    if set(config) - _IDLE - set(_FIXED) - set(_SPECIAL):
         return False
     if any(name in config and config[name] not in allowed for name, allowed in _FIXED.items()):
         return False

@@ -72,9 +72,8 @@ class Kept:
         """What each input of a batch has, of the results of its fresh ones; these are kept."""
         if not isinstance(results, np.ndarray) or not self.slots:
             return results
-        if len(batch.places) == len(batch.fresh):  # nothing was seen before
-            for i, slot in enumerate(batch.slots):
-                self._rows[slot] = results[i]
+        if len(batch.places) == len(batch.fresh) <= self.slots:  # nothing was seen before, and no slot is used twice
+            self._rows[batch.slots] = results
             return results
         rows = np.empty((len(batch.places), results.shape[1]), np.float32)
         for k, place in enumerate(batch.places):  # in order: a slot may be used again within a batch

@@ -133,9 +133,11 @@ def merge(out: Path, parts: Sequence[Path]) -> int:
                 _write_vectors(file, out.suffix, rows, width, _blocks(blocks, rows, width))
             file.flush()
             os.fsync(file.fileno())
-        skips = [path.with_name(path.name + ".skipped") for path, _ in ordered]
+        for ending in (".skipped", PART):  # of an earlier job
+            out.with_name(out.name + ending).unlink(missing_ok=True)
         if first.skipped:
-            shutil.copyfile(skips[0], out.with_name(out.name + ".skipped"))
+            path = ordered[0][0]
+            shutil.copyfile(path.with_name(path.name + ".skipped"), out.with_name(out.name + ".skipped"))
         os.replace(new, out)
     except BaseException:
         new.unlink(missing_ok=True)
