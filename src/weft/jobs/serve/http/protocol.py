@@ -41,7 +41,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> Any:
         self._end()
-        return super().on_headers_complete()  # type: ignore[func-returns-value]
+        return super().on_headers_complete()
 
     def _begin(self) -> None:
         self._end()
