@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from servers import DEADLINE, Serving, serving
 
+from weft.comm.deadline import Limit
 from weft.jobs.serve import service as service_module
 from weft.jobs.serve.http import protocol
 from weft.jobs.serve.models import Ask, Given, ServedModel, TextContent
@@ -96,7 +97,7 @@ def test_a_slow_sender_holds_up_nobody(server: Serving) -> None:
 
 
 def test_a_body_that_does_not_come_ends(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_BODY_SECONDS", 0.05)
+    monkeypatch.setattr(service_module, "SERVE_BODY", Limit("the body of a request", 0.05))
     with raw(server, head(100) + b"{") as slow:
         assert slow.recv(15).startswith(b"HTTP/1.1 408")
 
@@ -113,11 +114,11 @@ def test_a_head_that_does_not_come_ends(server: Serving, monkeypatch: pytest.Mon
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     with raw(server, whole) as usual:  # one that is between requests is not meant
         assert usual.recv(15) == b"HTTP/1.1 200 OK"
-        monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.05)
+        monkeypatch.setattr(protocol, "SERVE_HEAD", Limit("the head of a request", 0.05))
         with raw(server, b"") as silent, raw(server, whole[:30]) as cut:
             assert closed(silent)
             assert closed(cut)
-        monkeypatch.setattr(protocol, "HEAD_SECONDS", DEADLINE)
+        monkeypatch.setattr(protocol, "SERVE_HEAD", Limit("the head of a request", DEADLINE))
         usual.sendall(whole)
         wait_for(lambda: b"HTTP/1.1 200 OK" in usual.recv(4096))
 

@@ -84,6 +84,12 @@ LAB_GRACE = Limit("ranks of the lab", 2.0)  # to raise by themselves after anoth
 LAB_STACKS = Limit("stacks of hanging ranks", 2.0)  # one that is stopped (SIGSTOP) never writes them
 LAB_END = Limit("the end of the lab", 5.0)  # it goes by itself when the control socket closes
 COMMAND = Limit("a command in the lab", 600.0)
+SERVE_HEAD = Limit("the head of a request", 30.0)  # from its first byte to its last, or from the connection
+SERVE_BODY = Limit("the body of a request", 30.0)
+SERVE_BATCH = Limit("a batch of requests", 300.0)  # longer: the engine will not come back
+SERVE_IDLE = Limit("another request of a client", 75.0)  # clients keep their connections, and hate to lose them
+SERVE_END = Limit("the end of a worker", 5.0)  # beyond the time that its requests have
+READ_AHEAD = Limit("the end of a thread that reads ahead", 1.0)  # one that waits for a pipe cannot be called back
 
 # The kinds of wait that there were on each process group, by name.
 _begun: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from weft.comm.deadline import SERVE_BATCH, SERVE_BODY
 from weft.jobs.serve.board import Board, RequestFigures, WorkerBoard
 from weft.jobs.serve.engine import BatchFigures, ComputeEngine
 from weft.jobs.serve.errors import Problem, RequestError, invalid
@@ -24,8 +25,6 @@ from weft.jobs.serve.options import ServeOptions
 
 # Characters that are tokenized where the request is, in about a millisecond: a thread would cost a short text more.
 _INLINE = 2048
-_BODY_SECONDS = 30.0  # in which a body must have come
-_STUCK_SECONDS = 300.0  # of one batch: the engine will not come back
 _log = logging.getLogger("weft.serve")
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -83,7 +82,7 @@ class TextService:
     def is_healthy(self) -> bool:
         """Whether the engine runs, and is not stuck in a batch."""
         busy = self.engine.busy_since
-        return self.engine.is_alive and (busy is None or time.perf_counter() - busy < _STUCK_SECONDS)
+        return self.engine.is_alive and (busy is None or time.perf_counter() - busy < SERVE_BATCH.seconds)
 
     def check_key(self, request: Request) -> None:
         """Raises where a key is needed and was not given. Compared in constant time."""
@@ -204,7 +203,7 @@ async def _in_time(reading: Coroutine[Any, Any, bytes]) -> bytes:
         nonlocal is_late
         is_late = task.cancel()
 
-    timer = asyncio.get_running_loop().call_later(_BODY_SECONDS, end)
+    timer = asyncio.get_running_loop().call_later(SERVE_BODY.seconds, end)
     try:
         return await reading
     except asyncio.CancelledError:
@@ -212,7 +211,7 @@ async def _in_time(reading: Coroutine[Any, Any, bytes]) -> bytes:
             raise
         if hasattr(task, "uncancel"):  # Python 3.11
             task.uncancel()
-        raise RequestError(Problem.SLOW, f"the body did not come within {_BODY_SECONDS:.0f} s") from None
+        raise RequestError(Problem.SLOW, f"the body did not come within {SERVE_BODY.seconds:.0f} s") from None
     finally:
         timer.cancel()
 

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 import torch
 import uvicorn
 
+from weft.comm.deadline import SERVE_END, SERVE_IDLE
 from weft.jobs.serve.board import Board
 from weft.jobs.serve.http.app import make_app
 from weft.jobs.serve.http.protocol import BoundedProtocol
@@ -34,8 +35,6 @@ _log = logging.getLogger("weft.serve")
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 _SHORT_LIFE = 5.0  # seconds: a worker that dies sooner would die again
 _MOST_SHORT_LIVES = 5
-_IDLE_SECONDS = 75  # that a connection may have between requests: clients keep theirs, and hate to lose them
-_LAST_SECONDS = 5.0  # beyond the time that requests have, before a worker is killed
 
 
 def serve(options: ServeOptions, announce: Callable[[str], None]) -> int:
@@ -144,7 +143,7 @@ class _Supervisor:
 
     def _stop(self, number: signal.Signals) -> None:
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._options.drain_seconds + _LAST_SECONDS
+            self._deadline = time.monotonic() + self._options.drain_seconds + SERVE_END.seconds
         for pid in self._workers:
             os.kill(pid, number)
 
@@ -235,7 +234,7 @@ def _run(
     config = uvicorn.Config(
         make_app(lambda: held[0]), http=BoundedProtocol, access_log=options.log_requests, lifespan="off", ws="none",
         log_level="info" if options.log_requests else "warning", backlog=2048, server_header=False,
-        timeout_graceful_shutdown=max(round(options.drain_seconds), 1), timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=max(round(options.drain_seconds), 1), timeout_keep_alive=round(SERVE_IDLE.seconds),
     )  # fmt: skip
     server = _Server(config, started)
 
@@ -250,7 +249,7 @@ def _run(
         for each in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(each, stop)
         await server.serve(sockets=[listener])
-        return service.close(_LAST_SECONDS / 2)
+        return service.close(SERVE_END.seconds / 2)
 
     loop = _new_loop()
     try:

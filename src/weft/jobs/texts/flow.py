@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from weft.comm.deadline import READ_AHEAD
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _POLL = 0.05  # seconds, and only where there is nothing to do but to look whether all of it is over
-_PATIENCE = 1.0
 
 
 class Ahead(Generic[_T]):
@@ -72,7 +73,7 @@ class Ahead(Generic[_T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_over.set()
-        self._thread.join(_PATIENCE)
+        self._thread.join(READ_AHEAD.seconds)
 
 
 class Behind(Generic[_T, _R]):

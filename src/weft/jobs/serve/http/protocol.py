@@ -7,7 +7,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD_SECONDS = 30.0  # from the first byte to the last of a head, or from the connection
+from weft.comm.deadline import SERVE_HEAD
+
 HEAD_BYTES = 1 << 16
 
 
@@ -46,7 +47,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _begin(self) -> None:
         self._end()
         self._bytes = 0
-        self._head = self.loop.call_later(HEAD_SECONDS, self._late)
+        self._head = self.loop.call_later(SERVE_HEAD.seconds, self._late)
 
     def _late(self) -> None:
         self.transport.close()
