@@ -27,8 +27,18 @@ demo: setup ## start a lab cluster, measure it, and show what weft gains (the ma
 # Many tests wait for deadlines more than they compute: three at once keep two cores busy. One thread each, unless a test
 # asks for more: OpenMP's threads would fight for the cores.
 test: setup ## run all tests
-.PHONY: help demo test test-ecosystem test-hosts test-vllm setup setup-ecosystem setup-hosts setup-vllm setup-infinity \
-	bench lint wheel clean
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile -m "not hosts" --ignore tests/hosts $(ARGS)
+
+# Some minutes: torchrun, Slurm (where Debian's slurm-wlm is installed) and Ray on the hosts of labs.
+test-hosts: setup-hosts ## run every recipe of docs/hosts.md, and what else takes long on several hosts
+	@$(BIN)/python -m pytest tests/hosts $(ARGS)
+	@$(BIN)/python -m pytest -m hosts tests/lab $(ARGS)
+
+setup-hosts: $(VENV)/.hosts ## add Ray and Kubernetes' schemas to .venv
+
+$(VENV)/.hosts: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,hosts]"
+	@touch $@
 
 # In .venv: TRL asks for nothing that others would mind. The versions of its time are pinned, in this extra only.
 test-ecosystem: setup-ecosystem ## run other people's programs on weft: Trainer, TRL, sentence-transformers

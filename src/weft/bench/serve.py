@@ -17,7 +17,7 @@ from weft.bench.harness import BenchOptions, column
 from weft.bench.systems.servers import workload
 from weft.bench.systems.servers.alone import offline_row, overhead_row, overload_row, soak_row
 from weft.bench.systems.servers.client import LoadResult
-from weft.bench.systems.servers.commands import command_row, start_row
+from weft.bench.systems.servers.commands import command_row, data_path_row, start_row
 from weft.bench.systems.servers.lineup import SearchEffort, ServerLineup, Sustained
 from weft.bench.systems.servers.processes import INFINITY_EMB, SENTENCE_TRANSFORMERS, VLLM, WEFT, setups
 from weft.bench.systems.servers.workload import SizedText, mixed_texts
@@ -71,6 +71,8 @@ class AloneAmounts:
     soak_longest: int  # tokens
     command_texts: int
     command_rounds: int
+    path_texts: int
+    path_rounds: int
 
 
 QUICK = ServePlan(
@@ -96,8 +98,8 @@ FULL = (
         peers=(SENTENCE_TRANSFORMERS, VLLM),
     ),
 )
-QUICK_AMOUNTS = AloneAmounts(3, 64, 4.0, 1200, 32, 200, 1)
-FULL_AMOUNTS = AloneAmounts(7, 300, 8.0, 10_000, 64, 3000, 2)
+QUICK_AMOUNTS = AloneAmounts(3, 64, 4.0, 1200, 32, 200, 1, 900, 3)
+FULL_AMOUNTS = AloneAmounts(7, 300, 8.0, 10_000, 64, 3000, 2, 20_000, 10)
 
 
 def run(options: BenchOptions) -> Report:
@@ -191,6 +193,7 @@ def alone_rows(
         offline_row(server, encoder, texts[: amounts.offline_texts], home, rounds=max(2, amounts.rounds // 2)),
         overload_row(server, texts, seconds=amounts.overload_seconds),
         soak_row(server, encoder, few, count=amounts.soak_requests),
+        data_path_row(encoder, home, texts=amounts.path_texts, rounds=amounts.path_rounds),
     ]
 
 
@@ -205,6 +208,7 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
         "rss_slope": _only(rows, "rss_slope"),
         "embed_command_vs_st": _only(rows, "embed_command_vs_st"),
         "embed_start_s": _only(rows, "embed_start_s"),
+        "embed_path_share": _only(rows, "embed_path_share"),
     }
 
 
