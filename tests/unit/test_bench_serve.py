@@ -194,6 +194,7 @@ ALONE: list[serve.Row] = [
     {"figure": "soak", "rss_slope": 0.01, "errors": 2},
     {"figure": "command", "embed_command_vs_st": 2.5},
     {"figure": "start", "embed_start_s": 3.0},
+    {"figure": "path", "embed_path_share": 0.04},
 ]
 
 
@@ -211,6 +212,7 @@ def test_the_summary_of_stored_rows() -> None:
         "rss_slope": 0.01,
         "embed_command_vs_st": 2.5,
         "embed_start_s": 3.0,
+        "embed_path_share": 0.04,
     }
     absent = [row for row in rows if row.get("absent")]
     assert [row["system"] for row in absent] == ["infinity"]

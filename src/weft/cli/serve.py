@@ -20,7 +20,7 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="What requests call the first model. Default: the folder's name.")
     ] = None,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch.")] = 2048,
+    max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens of a batch. Default: 768.")] = None,
     max_concurrent_requests: Annotated[int, typer.Option(help="Of a worker; more are answered with 429.")] = 512,
     max_client_batch_size: Annotated[int, typer.Option(help="Texts of a request; more are answered with 413.")] = 32,
     payload_limit: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 2_000_000,
@@ -50,13 +50,13 @@ def serve(
     except ImportError as error:
         raise ImportError(f"weft serve needs {error.name}; pip install 'weft[serve,hf]'") from error
     from weft.jobs.serve import ModelChoice, ServeOptions, serve
-    from weft.jobs.serve.options import named
+    from weft.jobs.serve.options import BATCH_TOKENS, named
 
     choices = [ModelChoice.parse(text) for text in [*([] if folder is None else [str(folder)]), *(model or [])]]
     if served_model_name is not None and choices:
         choices[0] = ModelChoice(served_model_name, choices[0].folder)
     options = ServeOptions(
-        named(choices), host, port, max_batch_tokens, max_concurrent_requests, max_client_batch_size, payload_limit,
+        named(choices), host, port, BATCH_TOKENS if max_batch_tokens is None else max_batch_tokens, max_concurrent_requests, max_client_batch_size, payload_limit,
         auto_truncate, api_key, dtype, threads, workers, drain_seconds, log_requests,
     )  # fmt: skip
     names = ", ".join(choice.name for choice in options.models)
