@@ -56,8 +56,9 @@ def serve(
     if served_model_name is not None and choices:
         choices[0] = ModelChoice(served_model_name, choices[0].folder)
     options = ServeOptions(
-        named(choices), host, port, BATCH_TOKENS if max_batch_tokens is None else max_batch_tokens, max_concurrent_requests, max_client_batch_size, payload_limit,
-        auto_truncate, api_key, dtype, threads, workers, drain_seconds, log_requests,
+        named(choices), host, port, BATCH_TOKENS if max_batch_tokens is None else max_batch_tokens,
+        max_concurrent_requests, max_client_batch_size, payload_limit, auto_truncate, api_key, dtype, threads,
+        workers, drain_seconds, log_requests,
     )  # fmt: skip
     names = ", ".join(choice.name for choice in options.models)
     code = serve(options, lambda address: typer.echo(f"serving {names} on {address}", err=True))

@@ -96,8 +96,8 @@ def embed_case(count: int) -> Case:
 
 
 def sentences(count: int) -> list[str]:
-    """Real sentences, all different, from the documentation that ships with Python; where there are too few, two of them
-    in a row are one more.
+    """Real sentences, all different, from the documentation that ships with Python; where there are too few, two in a
+    row are one more.
 
     >>> len(set(sentences(30_000)))
     30000

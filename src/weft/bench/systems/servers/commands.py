@@ -60,7 +60,7 @@ def data_path_row(encoder: Encoder, home: Path, *, texts: int, rounds: int) -> R
     encoder on the same batches, tokenized before. Each round has texts of its own."""
     words, out = sentences(texts), home / "path.npy"
     pieces = [_Piece.of(encoder, words[i::rounds], home / f"path{i}.txt") for i in range(rounds)]
-    turns = {name: -1 for name in ("job", "compute")}  # the first call finds out how many fill a turn: one
+    turns = dict.fromkeys(("job", "compute"), -1)
 
     def piece(name: str) -> _Piece:
         turns[name] += 1
