@@ -86,14 +86,14 @@ QUICK = ServePlan(
 )
 FULL = (
     ServePlan(
-        "MiniLM-L6", workload.minilm, (1, 8, SATURATING), 128, SearchEffort(200, 10.0, steps=5, rounds=3, retries=6), 32
+        "MiniLM-L6", workload.minilm, (1, 8, SATURATING), 128, SearchEffort(100, 10.0, steps=4, rounds=2, retries=4), 32
     ),
     ServePlan(
         "BERT-base",
         workload.bert_base,
         (1, SATURATING),
         64,
-        SearchEffort(60, 20.0, steps=4, rounds=1, retries=3),
+        SearchEffort(40, 20.0, steps=4, rounds=1, retries=2),
         8,
         peers=(SENTENCE_TRANSFORMERS, VLLM),
     ),
