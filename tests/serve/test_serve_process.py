@@ -45,6 +45,12 @@ def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def accepted(port: int) -> int:
+    """How many connections the server has taken and not closed: those that still queue have no inode."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] != "0A" and row[9] != "0" for row in rows)
+
+
 def begun(port: int, body: bytes) -> socket.socket:
     """A request whose last byte is missing."""
     connection = socket.create_connection(("127.0.0.1", port), DEADLINE)
@@ -60,16 +66,18 @@ def test_one_process(folders: dict[str, Path]) -> None:
         assert embed(server.url, SECRET).status_code == 200
         assert embed(server.url, SECRET * 100).status_code == 413
         pid = server.process.pid
+        wait_for(lambda: accepted(server.port) == 0)
         used = len(os.listdir(f"/proc/{pid}/fd"))
         most = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 5, most))
         idle = [socket.create_connection(("127.0.0.1", server.port), DEADLINE) for _ in range(40)]
-        wait_for(lambda: len(os.listdir(f"/proc/{pid}/fd")) >= used + 4)
+        wait_for(lambda: accepted(server.port) >= 4)
         for connection in idle:
             connection.close()
         wait_for(lambda: is_answered(server.url))  # still within the limit
+        wait_for(lambda: accepted(server.port) == 0)
         with begun(server.port, body) as last:  # it is in when SIGTERM comes
-            wait_for(lambda: len(os.listdir(f"/proc/{pid}/fd")) > used)
+            wait_for(lambda: accepted(server.port) == 1)
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: not is_answered(server.url))  # it takes no more
             last.sendall(body[-1:])

@@ -156,6 +156,13 @@ def test_broken_parquet_is_an_error_or_read(cut, flips):
         assert good(found) == [(i + 1, f"text {i}") for i in range(50)]
 
 
+def test_a_column_whose_name_is_not_text():
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"text": ["a"]}), sink, store_schema=False)
+    with pytest.raises(ValueError, match="not a Parquet file"):
+        records(sink.getvalue().replace(b"text", b"te\xf4t"), "parquet")
+
+
 # ---- what must not become another text -------------------------------------------------------------------------------
 
 

@@ -286,12 +286,13 @@ def _parquet(stream: IO[bytes], shape: RecordShape) -> Iterator[Record]:
         raise ValueError(
             "Parquet cannot be read from a pipe: its table of contents is at its end; give the file's name"
         )
-    broken: type[Exception] = import_module("pyarrow").ArrowException
+    # UnicodeDecodeError: the names of columns are bytes of the file, too.
+    broken = (import_module("pyarrow").ArrowException, OSError, UnicodeDecodeError)
     try:
         file = arrow.ParquetFile(stream, pre_buffer=False)  # which would hold all that was ever read
-    except (broken, OSError) as error:
+        names = file.schema_arrow.names
+    except broken as error:
         raise ValueError(f"the input is not a Parquet file: {error}") from error
-    names = file.schema_arrow.names
     for column in shape.columns:
         _check_column(column, names)
     # A name with a dot would be taken for a path into a struct: such a table is read as a whole.
@@ -304,7 +305,7 @@ def _parquet(stream: IO[bytes], shape: RecordShape) -> Iterator[Record]:
                 for values in zip(*(batch.column(i) for i in at), strict=True):
                     number += 1
                     yield _parquet_record(number, values, shape)
-    except (broken, OSError) as error:
+    except broken as error:
         raise ValueError(f"the Parquet file is broken after row {number}: {error}") from error
 
 
