@@ -192,7 +192,7 @@ ALONE: list[serve.Row] = [
     {"figure": "offline", "of_offline": 0.95},
     {"figure": "overload", "rejected_ms": 12.0, "errors": 0},
     {"figure": "soak", "rss_slope": 0.01, "errors": 2},
-    {"figure": "command", "embed_command_vs_st": 2.5},
+    {"figure": "command", "embed_command_vs_st": 2.5, "embed_command_vs_st_default": 3.0},
     {"figure": "start", "embed_start_s": 3.0},
     {"figure": "path", "embed_path_share": 0.04},
 ]
@@ -211,6 +211,7 @@ def test_the_summary_of_stored_rows() -> None:
         "errors": 2,
         "rss_slope": 0.01,
         "embed_command_vs_st": 2.5,
+        "embed_command_vs_st_default": 3.0,
         "embed_start_s": 3.0,
         "embed_path_share": 0.04,
     }

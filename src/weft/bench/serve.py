@@ -207,6 +207,7 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
         "errors": sum(column(rows, "errors")),
         "rss_slope": _only(rows, "rss_slope"),
         "embed_command_vs_st": _only(rows, "embed_command_vs_st"),
+        "embed_command_vs_st_default": _only(rows, "embed_command_vs_st_default"),
         "embed_start_s": _only(rows, "embed_start_s"),
         "embed_path_share": _only(rows, "embed_path_share"),
     }

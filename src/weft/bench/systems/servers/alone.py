@@ -30,8 +30,8 @@ _SAMPLED = 25  # requests from one look at the memory to the next
 
 
 def overhead_row(server: ServerProcess, encoder: Encoder, text: SizedText, *, rounds: int) -> Row:
-    """A request alone, against the same call in this process: one of each in turn, both out of silence. A call that
-    follows on another would find its threads awake, and be cut off more often by whoever else computes."""
+    """A request alone, against the same call in this process, each call out of silence. In a round all calls of one come
+    before those of the other: OpenMP's threads of a process wake up slowly on a core that the other has just left."""
     meter, request = NoiseMeter(), text.request()
     with server.turn(), BlockingClient(server.port) as client:
         systems: dict[str, System] = {
@@ -41,8 +41,7 @@ def overhead_row(server: ServerProcess, encoder: Encoder, text: SizedText, *, ro
 
         def take() -> Round:
             before = meter.sample()
-            calls = [{name: _alone(system) for name, system in systems.items()} for _ in range(_CALLS)]
-            medians = {name: statistics.median(call[name] for call in calls) for name in systems}
+            medians = {name: statistics.median(_alone(call) for _ in range(_CALLS)) for name, call in systems.items()}
             return Round(medians, foreign_cores(before, meter.sample()))
 
         take()  # warms up
