@@ -343,11 +343,6 @@ def row_major(x: Tensor) -> Tensor:
     return x.detach().contiguous()
 
 
-def new_output(like: Tensor, rows: int, cols: int) -> Tensor:
-    """On huge pages where that pays: the page faults of a large output take as long as a part of its matmul."""
-    return kernels_for(like).empty(rows, cols, dtype=like.dtype, device=like.device)
-
-
 def exchange_counts(context: Context, call: OverlapCall, destinations: Tensor) -> Counts:
     """How many rows each rank sends to each, when this one sends row i to rank destinations[i]. Collective."""
     what = f"{Op.ALL_TO_ALL.value}: the number of rows"

@@ -45,7 +45,7 @@ from weft.comm.tell import store_of, swap_tensors
 from weft.errors import PeerMismatch, PeerTimeout, WeftError, WindowUnavailable
 from weft.overlap.blocks import Topology
 from weft.overlap.executor.planner import Planner
-from weft.overlap.executor.resources import Bank, WeightCache, Worker
+from weft.overlap.executor.resources import Bank, OutputMemory, WeightCache, Worker
 from weft.overlap.plan import OverlapPlan, Transport
 from weft.overlap.short import RIDE_BYTES
 
@@ -103,6 +103,7 @@ class Context:
         except WindowUnavailable as error:  # on all ranks
             self.no_windows, shares_host = str(error), False
             self.agreement = Agreement(self.group, windows=False)
+        self.outputs = OutputMemory()
         self.sender, self.finisher = Worker("weft-overlap"), Worker("weft-overlap-finish")
         self.planner = Planner(self.group, why=self.no_windows or self.group.apart)
         self.weights = WeightCache()

@@ -14,7 +14,7 @@ from weft.comm import Counters, Transfer
 from weft.errors import PeerTimeout
 from weft.kernels import PackedWeight, Ready, Rows, TileSchedule, linear_tiles
 from weft.overlap.blocks import Counts, row_bounds
-from weft.overlap.executor.call import MatmulCall, Request, new_output, row_major, run_call
+from weft.overlap.executor.call import MatmulCall, Request, row_major, run_call
 from weft.overlap.executor.context import Context, Statement
 from weft.overlap.executor.resources import Need, WorkerJob, view
 from weft.overlap.executor.short import gather_short, is_carried
@@ -27,7 +27,10 @@ def gather_matmul(
     context: Context, x: Tensor, weight: PackedWeight, *, m: int, bias: Tensor | None, plan: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """All-gather x [m_r, K], times weight [N, K] -> [m, N]; and the gathered x [m, K] if `keep`, else [0, K]."""
-    y, gathered = new_output(x, m, weight.n), new_output(x, m if keep else 0, weight.k)
+    y, gathered = (
+        context.outputs.empty(m, weight.n, dtype=x.dtype),
+        context.outputs.empty(m if keep else 0, weight.k, dtype=x.dtype),
+    )
     x = row_major(x)
 
     def compute(run: IncomingCall) -> None:
@@ -48,7 +51,7 @@ def gather_rows_matmul(context: Context, x: Tensor, weight: PackedWeight, counts
     """
     table = tuple(map(tuple, counts.tolist()))
     m = sum(table[context.rank])
-    y, gathered = new_output(x, m, weight.n), new_output(x, m, weight.k)
+    y, gathered = (context.outputs.empty(m, cols, dtype=x.dtype) for cols in (weight.n, weight.k))
     x = row_major(x)
 
     def compute(run: IncomingCall) -> None:

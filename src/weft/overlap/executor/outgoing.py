@@ -24,7 +24,7 @@ from weft.comm.host_collectives import add_in_order
 from weft.errors import PeerTimeout
 from weft.kernels import PackedWeight, Rows, TileOutput, TileSchedule, linear_tiles
 from weft.overlap.blocks import Axis, Counts
-from weft.overlap.executor.call import MatmulCall, Request, exchange_counts, new_output, row_major, run_call
+from weft.overlap.executor.call import MatmulCall, Request, exchange_counts, row_major, run_call
 from weft.overlap.executor.context import Context
 from weft.overlap.executor.resources import Need, WorkerJob, view
 from weft.overlap.executor.short import is_carried, matmul_short
@@ -54,7 +54,7 @@ def matmul_scatter(
     def compute(run: OutgoingCall) -> Tensor:
         if is_carried(run):
             return matmul_short(run, x, weight, bias=bias, meanwhile=meanwhile, after=after)
-        y = new_output(x, run.prepare(), weight.n)
+        y = context.outputs.empty(run.prepare(), weight.n, dtype=x.dtype)
         if after is not None:
             after.prepare(y)
         run.after = after
@@ -74,7 +74,7 @@ def matmul_scatter_rows(
     def compute(run: OutgoingCall) -> tuple[Tensor, Tensor]:
         context.meet(run.call, run.text)  # sizes are exchanged first, so there is nothing to do meanwhile
         counts = exchange_counts(context, run.call, destinations)
-        y = new_output(x, run.prepare(counts), weight.n)
+        y = context.outputs.empty(run.prepare(counts), weight.n, dtype=x.dtype)
         rows: Tensor | Rows = x
         if x.shape[0]:
             rows = Rows.stack([x]).gather(torch.argsort(destinations, stable=True))

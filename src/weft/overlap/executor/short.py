@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.kernels import PackedWeight, Rows, TileSchedule, linear_tiles
 from weft.overlap.blocks import nested
-from weft.overlap.executor.call import MatmulCall, new_output
+from weft.overlap.executor.call import MatmulCall
 from weft.overlap.executor.context import PAYLOAD_AT
 from weft.overlap.executor.resources import Need
 from weft.overlap.executor.sums import RowNorm, add_rows
@@ -65,7 +65,7 @@ def matmul_short(
         message.copy_(rows)
     _exchange(run, places, meanwhile)
     start = record.now()
-    y = new_output(x, places.parts[0].shape[0], plan.n)
+    y = context.outputs.empty(places.parts[0].shape[0], plan.n, dtype=x.dtype)
     if after is not None:
         after.prepare(y)
     if y.numel():

@@ -30,8 +30,8 @@ _SAMPLED = 25  # requests from one look at the memory to the next
 
 
 def overhead_row(server: ServerProcess, encoder: Encoder, text: SizedText, *, rounds: int) -> Row:
-    """A request alone, against the same call in this process, each call out of silence. In a round all calls of one come
-    before those of the other: OpenMP's threads of a process wake up slowly on a core that the other has just left."""
+    """A request alone, against the same call in this process, each call out of silence. In a round all calls of one
+    come before those of the other: OpenMP's threads wake up slowly on a core that another process has just left."""
     meter, request = NoiseMeter(), text.request()
     with server.turn(), BlockingClient(server.port) as client:
         systems: dict[str, System] = {
