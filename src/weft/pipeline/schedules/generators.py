@@ -10,6 +10,7 @@ Stage i of n with m micro-batches; *warm-up* counts the forwards before the firs
 | eager-1f1b+delay   | min(m, 2(n-i)-1)                       | I, W and F in turns: the gradient leaves before W  |
 | zero-bubble        | min(m, n-i)                            | I, W of i micro-batches ago, F in turns (ZB-H1)    |
 | interleaved-1f1b   | see `interleaved_1f1b`                 | B and F in turns over the rank's stages            |
+| zb-v, dualpipe-v   | see `vees.py`: two stages on each rank, in the shape of a V                                 |
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from weft.pipeline.schedules.graph import Action, Kind
 from weft.pipeline.schedules.schedule import Schedule
+from weft.pipeline.schedules.vees import V_SCHEDULES, v_schedule
 
 Actions = tuple[Action, ...]
 
@@ -26,8 +28,9 @@ Actions = tuple[Action, ...]
 def schedule(name: str, *, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
     """The schedule of that name for any number of stages and micro-batches.
 
-    `ranks` may be fewer than `stages` for `interleaved-1f1b` only (where the default is half of them, rounded
-    up): stage s is then on rank s mod ranks. Every other schedule has a rank for each stage.
+    `ranks` may be any number up to `stages` for `interleaved-1f1b` (the default is half of them, rounded up): stage s
+    is then on rank s mod ranks. `zb-v` and `dualpipe-v` have half as many ranks as stages, rounded up: stage s and its
+    mirror image from the end are on one rank. Every other schedule has a rank for each stage.
 
     >>> schedule("eager-1f1b", stages=3, microbatches=5).ranks[1]
     (1F0, 1F1, 1F2, 1B0, 1F3, 1B1, 1F4, 1B2, 1B3, 1B4)
@@ -36,13 +39,19 @@ def schedule(name: str, *, stages: int, microbatches: int, ranks: int | None = N
         raise ValueError(f"got the schedule {name!r}; expected one of: {', '.join(SCHEDULES)}")
     if stages < 1 or microbatches < 1:
         raise ValueError(f"got {stages} stages and {microbatches} micro-batches; expected at least 1 of each")
+    if name in V_SCHEDULES:
+        if ranks not in (None, (stages + 1) // 2):
+            raise ValueError(
+                f"got ranks={ranks} for {stages} stages of {name}; expected {(stages + 1) // 2}, two a rank"
+            )
+        return v_schedule(name, stages, microbatches)
     one = _GENERATORS[name]
     if one is None:
         return interleaved_1f1b(stages, microbatches, ranks=(stages + 1) // 2 if ranks is None else ranks)
     if ranks not in (None, stages):
         raise ValueError(
             f"got ranks={ranks} for {stages} stages of {name}; expected a rank for each stage; "
-            f"{INTERLEAVED} puts several stages on a rank"
+            f"{INTERLEAVED}, {' and '.join(V_SCHEDULES)} put several stages on a rank"
         )
     return Schedule(name, stages, microbatches, tuple(one(stage, stages, microbatches) for stage in range(stages)))
 
@@ -171,4 +180,5 @@ _GENERATORS: dict[str, Callable[[int, int, int], Actions] | None] = {
     INTERLEAVED: None,
     "zero-bubble": _zero_bubble,
 }
-SCHEDULES: tuple[str, ...] = tuple(_GENERATORS)
+SEVERAL_STAGES = (INTERLEAVED, *V_SCHEDULES)  # of which a rank holds two, unless told otherwise
+SCHEDULES: tuple[str, ...] = (*_GENERATORS, *V_SCHEDULES)
