@@ -138,7 +138,7 @@ def pipeline(
     """Plan a pipeline's step: the schedule's grid, and every schedule's time, bubble and memory.
 
     Ranks have equal work; a transfer takes --comm of a rank's forward. interleaved-1f1b, zb-v and dualpipe-v get the
-    same ranks and the same work, cut into twice as many stages (or as many as --stages says, if one of them is printed).
+    same ranks and the same work, cut into twice as many stages (or into --stages, if one of them is printed).
     """
     from weft.pipeline import schedule
     from weft.pipeline.schedules.generators import SEVERAL_STAGES

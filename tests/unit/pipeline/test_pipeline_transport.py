@@ -23,7 +23,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from weft.errors import PeerMismatch
 from weft.layout import Layout, Mesh, ShardSizes
 from weft.pipeline import SCHEDULES, Direction, Edge, StageGraph, chain, lower, schedule
-from weft.pipeline.models import GPTConfig, cut, gpt_stage
+from weft.pipeline.cut import cut_layers
+from weft.pipeline.models import GPTConfig, gpt_stage
 from weft.pipeline.run.microbatch import split_batch, split_keywords
 from weft.pipeline.transport.connections import FailureStore
 from weft.pipeline.transport.exchange import HEADER_LENGTH, Header, is_cut, whole_shape
@@ -271,10 +272,10 @@ def test_batches() -> None:
 
 
 def test_cuts_are_balanced() -> None:
-    assert cut([1.0] * 6, 4) == [range(1), range(1, 2), range(2, 4), range(4, 6)]
-    assert cut([1, 1, 4, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]
+    assert cut_layers([1.0] * 6, 4) == [range(1), range(1, 2), range(2, 4), range(4, 6)]
+    assert cut_layers([1, 1, 4, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]
     with pytest.raises(ValueError, match="expected 1 to 2"):
-        cut([1.0, 1.0], 3)
+        cut_layers([1.0, 1.0], 3)
 
 
 def test_a_model_has_the_same_weights_however_it_is_cut() -> None:
