@@ -225,7 +225,7 @@ def _checked_run(layers: Sequence[range], total: int, index: int, count: int) ->
             f"got the layers {list(layers)} for {count} stages; expected consecutive ranges, none empty, that make up "
             f"{total} layers, as weft.cut gives them"
         )
-    return IndexRun(layers[index].start, len(layers[index]))
+    return IndexRun(layers[index].start, layers[index].stop)
 
 
 def supported() -> list[str]:

@@ -1,7 +1,7 @@
 """Which layers go to which stage, by what they cost: `weft.cut`. Pure.
 
-Equal counts of layers are unequal work where a vocabulary is large: the head of a model with 128,000 words and a width of
-2,048 costs as much as five layers. The slowest stage is what a pipeline runs at.
+Equal counts of layers are unequal work where a vocabulary is large: the head of a model with 128,000 words and a width
+of 2,048 costs as much as five layers. The slowest stage is what a pipeline runs at.
 """
 
 from __future__ import annotations

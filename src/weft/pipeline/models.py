@@ -20,7 +20,7 @@ The skip of level l goes from the stage of `down l` to the stage of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
