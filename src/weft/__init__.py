@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from weft.packed import PackedBatch, flash_attn_varlen_func, pack, packed_attention, register_attention
     from weft.parallel import load_sharded, parallelize
     from weft.pipeline import Pipeline
+    from weft.pipeline.cut import cut
     from weft.pipeline.schedules.generators import schedule
     from weft.reshard import plan_reshard, reshard_state_dict
     from weft.timeline import Timeline
@@ -62,6 +63,7 @@ _HOME = {
     "weft.parallel": ("load_sharded", "parallelize"),
     "weft.transformer.generation": ("Generator", "generate"),
     "weft.pipeline": ("Pipeline", "schedule"),
+    "weft.pipeline.cut": ("cut",),
     "weft.reshard": ("plan_reshard", "reshard_state_dict"),
     "weft.timeline": ("Timeline",),
     "weft.timeline.record": ("trace",),
@@ -86,6 +88,7 @@ __all__ = [
     "RowwiseOverlap",
     "Timeline",
     "all_gather_matmul",
+    "cut",
     "flash_attn_varlen_func",
     "generate",
     "linear",

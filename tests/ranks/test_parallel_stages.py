@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_cases import WORDS, build, checks, whole
+import transformers
+from parallel_cases import SIZES, WORDS, build, checks, whole
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
@@ -93,6 +94,51 @@ def training(size: int) -> None:
                 for each, (t, cu) in zip(found.outputs, zip(ids, ends, strict=True), strict=True):
                     rows = [alone(t[None, a:b]).logits[0] for a, b in pairwise(cu.tolist())]
                     torch.testing.assert_close(_columns(each, mesh), torch.cat(rows), rtol=1e-4, atol=2e-4)
+
+
+DECODERS = {
+    "Mistral": {"sliding_window": 5},
+    "Qwen2": {"use_sliding_window": False},
+    "Qwen3": {"head_dim": 12, "use_sliding_window": False},
+    "Gemma3": {"head_dim": 12, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+}
+
+
+def decoder(family: str) -> Any:
+    """One of the other decoders, of three layers."""
+    name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 90}
+    made = {**SIZES, **sizes, "num_hidden_layers": 3, "tie_word_embeddings": False, "pad_token_id": None}
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**made, **DECODERS[family]})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0.0 if p.dim() > 1 else 0.5, 0.15 if p.dim() > 1 else 0.2)
+    return model.train()
+
+
+def every_decoder(size: int) -> None:
+    """The other families as stages, cut by cost: two layers and a dear third one with the head, or one and two."""
+    ids, targets, ends = texts()
+    for number, family in enumerate(DECODERS):
+        mesh, alone, whole_of = grid(size), decoder(family), decoder(family)
+        costs = [0.0, 1.0, 1.0, 1.0, 2.0] if number % 2 else [2.0, 1.0, 1.0, 1.0, 0.0]
+        layers = weft.cut(whole_of, 2, costs)
+        assert layers == ([range(2), range(2, 3)] if number % 2 else [range(1), range(1, 3)])
+        index = mesh.get_local_rank("pp")
+        stage = model_stage(whole_of, index, 2, mesh["tp"], layers=layers)
+        base = stage.model
+        assert [int(i) for i in base.layers] == list(layers[index])
+        with pipeline(stage, mesh) as pipe:
+            losses = pipe.step(ids, [t.numel() for t in ids], cu_seqlens=ends, next_ids=targets)
+        wanted = torch.stack(alone_losses(alone))
+        if pipe.has_last_stage:
+            torch.testing.assert_close(losses, wanted.detach(), rtol=2e-5, atol=2e-5)
+        wanted.mean().backward()
+        for name, p in stage.named_parameters():
+            want = alone.get_parameter(name).grad
+            message = f"{family} {name}: {{}}".format
+            torch.testing.assert_close(whole(p.grad), want, rtol=5e-4, atol=5e-5, msg=message)
 
 
 def _columns(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -180,6 +226,9 @@ def refusals(size: int) -> None:
                 model_stage(tied, 0, 2, mesh)
     with pytest.raises(ValueError, match=r"got a BertForMaskedLM, expected a .*GPT2LMHeadModel.* to cut into stages"):
         model_stage(build("Bert"), 0, 1, mesh)
+    for layers in ([range(1), range(2, 3)], [range(3)], [range(0), range(3)]):
+        with pytest.raises(ValueError, match="expected consecutive ranges, none empty, that make up 3 layers"):
+            model_stage(whole_model("GPT2"), 0, 2, mesh, layers=layers)
     stage = model_stage(whole_model("GPT2"), 0, 2, mesh)
     ids, _, ends = texts()
     with pytest.raises(ValueError, match=r"input_ids.* out of range; got .* to 97, expected 0 to 96"):
@@ -202,7 +251,7 @@ def refusals(size: int) -> None:
     assert not any(m.training for m in model_stage(whole_model("GPT2").eval(), 1, 2, mesh).modules())
 
 
-CASES = [training, dropout, files, refusals]
+CASES = [training, every_decoder, dropout, files, refusals]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda ranks: f"{ranks} ranks")

@@ -137,11 +137,11 @@ def pipeline(
 ) -> None:
     """Plan a pipeline's step: the schedule's grid, and every schedule's time, bubble and memory.
 
-    Ranks have equal work; a transfer takes --comm of a rank's forward. interleaved-1f1b gets the same ranks and the
-    same work, cut into twice as many stages (or as many as --stages says, if it is the one that is printed).
+    Ranks have equal work; a transfer takes --comm of a rank's forward. interleaved-1f1b, zb-v and dualpipe-v get the
+    same ranks and the same work, cut into twice as many stages (or into --stages, if one of them is printed).
     """
     from weft.pipeline import schedule
-    from weft.pipeline.schedules.generators import INTERLEAVED
+    from weft.pipeline.schedules.generators import SEVERAL_STAGES
     from weft.pipeline.schedules.schedule import to_torch_csv
     from weft.report import Column, Table
     from weft.report.pipeline import pipeline_page
@@ -149,10 +149,8 @@ def pipeline(
 
     check_writable(csv_file, html_file)
     chosen = schedule(schedule_name, stages=stages, microbatches=microbatches, ranks=ranks)
-    interleaved_stages = stages if schedule_name == INTERLEAVED else 2 * stages
-    found = simulate_all(
-        len(chosen.ranks), microbatches, comm=comm, backward=backward, interleaved_stages=interleaved_stages
-    )
+    halved_stages = stages if schedule_name in SEVERAL_STAGES else 2 * stages
+    found = simulate_all(len(chosen.ranks), microbatches, comm=comm, backward=backward, halved_stages=halved_stages)
     if not summary:
         typer.echo(f"{chosen}\n")
     head, *rows = compare_schedules(found, chosen=schedule_name)
@@ -168,14 +166,16 @@ def pipeline(
 
 
 def simulate_all(
-    ranks: int, microbatches: int, *, comm: float, backward: float, interleaved_stages: int
+    ranks: int, microbatches: int, *, comm: float, backward: float, halved_stages: int
 ) -> dict[str, Simulation]:
     """Every schedule on the same ranks with the same work, and 1F1B that stops for its transfers."""
     from weft.pipeline import SCHEDULES, Costs, Transfers, schedule
-    from weft.pipeline.schedules.generators import INTERLEAVED
+    from weft.pipeline.schedules.generators import SEVERAL_STAGES, V_SCHEDULES
 
     def simulated(name: str, transfers: Transfers = Transfers.OVERLAPPED) -> Simulation:
-        stages = interleaved_stages if name == INTERLEAVED else ranks
+        stages = halved_stages if name in SEVERAL_STAGES else ranks
+        if name in V_SCHEDULES and (stages + 1) // 2 != ranks:  # --stages of the interleaved one, three or more a rank
+            stages = 2 * ranks
         part = ranks / stages  # of a rank's work, on average, is one stage's
         costs = Costs.uniform(stages, forward=part, backward=backward * part, transfer=comm)
         made = schedule(name, stages=stages, microbatches=microbatches, ranks=ranks)

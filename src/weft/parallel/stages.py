@@ -11,7 +11,7 @@ of any cut fit any other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,14 +41,14 @@ from weft.transformer.training import TrainingCall, embed, layers
 class ModelStage(nn.Module):
     """Stage `index` of `count` of a language model, whose modules it takes over. See `model_stage`."""
 
-    def __init__(self, whole: Any, family: Family, index: int, count: int) -> None:
+    def __init__(self, whole: Any, family: Family, index: int, count: int, run: IndexRun) -> None:
         super().__init__()
         assert family.stages is not None
         names = family.stages
         self.index, self.count, self.config = index, count, whole.config
         base, self._family, self._names = getattr(whole, names.base), family, names
         all_layers, mine = getattr(base, names.layers), nn.Module()
-        run = layers_of(len(all_layers), index, count)
+        self._first_layer = run.first
         setattr(self, names.base, mine)
         for name in (names.embedding, *names.first) if index == 0 else ():
             setattr(mine, name, getattr(base, name))
@@ -169,8 +169,7 @@ class ModelStage(nn.Module):
         parts = (names.embedding, *names.first, names.norm, *names.everywhere)
         found = {name: getattr(base, name, None) for name in parts}
         found[names.layers] = list(getattr(base, names.layers).values())
-        first = layers_of(self.config.num_hidden_layers, self.index, self.count).first
-        stage = SimpleNamespace(config=self.config, modules=base.modules, first_layer=first, **found)
+        stage = SimpleNamespace(config=self.config, modules=base.modules, first_layer=self._first_layer, **found)
         transformer = self._family.describe(stage)
         read = self._family.heads[self._kind.__name__].vocabulary
         return ModelSpec(transformer, read(self) if read is not None and self.is_last else None)
@@ -187,7 +186,9 @@ def layers_of(layers: int, index: int, count: int) -> IndexRun:
     return IndexRun.balanced(layers, index, count)
 
 
-def model_stage(model: Any, index: int, count: int, mesh: DeviceMesh) -> ModelStage:
+def model_stage(
+    model: Any, index: int, count: int, mesh: DeviceMesh, *, layers: Sequence[range] | None = None
+) -> ModelStage:
     """Stage `index` of `count` of a Hugging Face language model, shared by the ranks of `mesh`. Collective over these.
 
         stage = model_stage(LlamaForCausalLM(config), index, count, mesh["tp"])
@@ -195,7 +196,8 @@ def model_stage(model: Any, index: int, count: int, mesh: DeviceMesh) -> ModelSt
                              **stage_layouts(count))
         pipe.step([ids, ...], [count, ...], cu_seqlens=[...], next_ids=[...])
 
-    The model, which may be on the meta device, gives its modules away.
+    `layers` has those of each stage, as `weft.cut` gives them; equal counts by default. The model, which may be on the
+    meta device, gives its modules away.
     """
     family, name = family_of(model), type(model).__name__
     if family is None or name not in supported():
@@ -207,9 +209,23 @@ def model_stage(model: Any, index: int, count: int, mesh: DeviceMesh) -> ModelSt
             "tie_word_embeddings=False, or one stage"
         )
     family.read(getattr(model, family.base_of(model)))  # refuses what a stage would not compute, while it is whole
-    stage = ModelStage(model, family, index, count)
+    names = family.stages
+    assert names is not None
+    total = len(getattr(getattr(model, names.base), names.layers))
+    run = layers_of(total, index, count) if layers is None else _checked_run(layers, total, index, count)
+    stage = ModelStage(model, family, index, count, run)
     stage.parallelize(mesh)
     return stage
+
+
+def _checked_run(layers: Sequence[range], total: int, index: int, count: int) -> IndexRun:
+    every = [i for run in layers for i in run]
+    if len(layers) != count or every != list(range(total)) or not all(layers):
+        raise ValueError(
+            f"got the layers {list(layers)} for {count} stages; expected consecutive ranges, none empty, that make up "
+            f"{total} layers, as weft.cut gives them"
+        )
+    return IndexRun(layers[index].start, layers[index].stop)
 
 
 def supported() -> list[str]:

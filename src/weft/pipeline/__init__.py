@@ -6,6 +6,7 @@
 schedules/  what each rank computes, sends and receives, in which order, and how long it takes (pure)
 transport/  how tensors get from stage to stage
 run/        `Pipeline`, its stages and its steps
+cut         which layers go to which stage
 models      two models in stages, to train, measure and test with
 """
 
@@ -21,6 +22,7 @@ from weft.pipeline.schedules.schedule import Schedule, validate
 from weft.pipeline.schedules.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
+    from weft.pipeline.cut import cut
     from weft.pipeline.run.api import Evaluation, Pipeline
     from weft.pipeline.transport.connections import StageFailed
 
@@ -43,6 +45,7 @@ __all__ = [
     "TensorTransfer",
     "Transfers",
     "chain",
+    "cut",
     "lower",
     "schedule",
     "simulate",
@@ -51,7 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    home = {"Evaluation": "run.api", "Pipeline": "run.api", "StageFailed": "transport.connections"}
+    home = {"Evaluation": "run.api", "Pipeline": "run.api", "StageFailed": "transport.connections", "cut": "cut"}
     if name not in home:
         raise AttributeError(f"weft.pipeline has no {name!r}; its names are {', '.join(__all__)}")
     value = getattr(import_module(f"weft.pipeline.{home[name]}"), name)

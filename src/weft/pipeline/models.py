@@ -20,9 +20,8 @@ The skip of level l goes from the stage of `down l` to the stage of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -33,37 +32,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from weft.overlap import ColwiseOverlap, RowwiseOverlap
+from weft.pipeline.cut import cut_layers
 from weft.pipeline.run.microbatch import seed_of, seeded
 from weft.pipeline.schedules.graph import Edge, StageGraph
 
 M = TypeVar("M", bound=nn.Module)
 C = TypeVar("C")
-
-
-def cut(costs: Sequence[float], stages: int) -> list[range]:
-    """Consecutive layers for each stage, such that the most expensive stage is as cheap as can be.
-
-    >>> cut([1, 1, 4, 1, 1], 3)
-    [range(0, 2), range(2, 3), range(3, 5)]
-    """
-    count = len(costs)
-    if not 1 <= stages <= count:
-        raise ValueError(f"got {stages} stages for {count} layers; expected 1 to {count}")
-    # best[s][i]: the cheapest way to put the first i layers into s stages, and where its last stage begins.
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
-    best = [[(0.0 if i == 0 else float("inf"), 0) for i in range(count + 1)]]
-    for _ in range(stages):
-        row = [(float("inf"), 0)]
-        for i in range(1, count + 1):
-            row.append(min((max(best[-1][j][0], before[i] - before[j]), j) for j in range(i)))
-        best.append(row)
-    ends = [count]
-    for stage in range(stages, 0, -1):
-        ends.append(best[stage][ends[-1]][1])
-    ends.reverse()
-    return [range(a, b) for a, b in pairwise(ends)]
 
 
 def made_with(seed: int, number: int, make: Callable[[], M]) -> M:
@@ -172,7 +146,7 @@ def gpt_stage(config: GPTConfig, stage: int, stages: int, *, seed: int = 0) -> G
     # The head costs about as much as the part of a block that its width is of the vocabulary.
     costs = [1.0] * config.layers
     costs[-1] += config.vocabulary / (12 * config.width)
-    blocks = cut(costs, stages)[stage]
+    blocks = cut_layers(costs, stages)[stage]
     return GPTStage(config, blocks, is_first=stage == 0, is_last=stage == stages - 1, seed=seed)
 
 
@@ -328,7 +302,7 @@ class UStage(nn.Module):
 
 def _cut(config: UConfig, stages: int) -> list[range]:
     """Layers by stage. Each level costs about the same, as the pixels shrink while the channels grow; ups have more."""
-    return cut([1.0] * config.levels + [1.0] + [1.6] * config.levels, stages)
+    return cut_layers([1.0] * config.levels + [1.0] + [1.6] * config.levels, stages)
 
 
 def u_graph(config: UConfig, stages: int) -> StageGraph:

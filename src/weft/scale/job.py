@@ -18,7 +18,7 @@ import numpy as np
 
 from weft.parallel.cut import shared_heads
 from weft.pipeline import SCHEDULES, Schedule, schedule
-from weft.pipeline.schedules.generators import INTERLEAVED
+from weft.pipeline.schedules.generators import SEVERAL_STAGES
 from weft.scale.gpus import Gpu
 from weft.transformer.parts import IndexRun
 
@@ -282,8 +282,8 @@ class ScaleJob:
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline: one for each pp rank, two where stages are interleaved."""
-        return self.pp * (2 if self.schedule == INTERLEAVED and self.pp > 1 else 1)
+        """Stages of the pipeline: one for each pp rank, two where a rank holds several."""
+        return self.pp * (2 if self.schedule in SEVERAL_STAGES and self.pp > 1 else 1)
 
     @property
     def neighbours(self) -> int:
@@ -304,7 +304,7 @@ class ScaleJob:
 
     def host_of(self, stage: int) -> int:
         """The host of a stage's first replicas."""
-        return (stage % self.pp) * self.neighbours * self.tp // self.devices
+        return self.made_schedule().rank_of(stage) * self.neighbours * self.tp // self.devices
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

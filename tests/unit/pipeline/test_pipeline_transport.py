@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import multiprocessing as mp
 import os
+import random
 import signal
 import threading
 import time
@@ -19,11 +21,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from weft.errors import PeerMismatch
 from weft.layout import Layout, Mesh, ShardSizes
 from weft.pipeline import SCHEDULES, Direction, Edge, StageGraph, chain, lower, schedule
-from weft.pipeline.models import GPTConfig, cut, gpt_stage
+from weft.pipeline.cut import cut, cut_layers
+from weft.pipeline.models import GPTConfig, gpt_stage
 from weft.pipeline.run.microbatch import split_batch, split_keywords
 from weft.pipeline.transport.connections import FailureStore
 from weft.pipeline.transport.exchange import HEADER_LENGTH, Header, is_cut, whole_shape
@@ -270,11 +274,46 @@ def test_batches() -> None:
             split_batch(bad, 2, "batch")
 
 
+def test_a_cut_is_the_best_that_there_is() -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        count = rng.randint(2, 7)
+        stages = rng.randint(1, count)
+        costs, speeds = [rng.randint(0, 9) for _ in range(count)], [rng.choice((0.5, 1.0, 2.0)) for _ in range(stages)]
+
+        def slowest(runs: list[range], costs: list[int] = costs, speeds: list[float] = speeds) -> float:
+            return max(sum(costs[i] for i in run) / speed for run, speed in zip(runs, speeds, strict=True))
+
+        every = (
+            [range(a, b) for a, b in itertools.pairwise((0, *ends, count))]
+            for ends in itertools.combinations(range(1, count), stages - 1)
+        )
+        assert slowest(cut_layers(costs, stages, speeds=speeds)) == min(map(slowest, every))
+
+
+def test_a_model_with_a_large_vocabulary_is_cut_by_cost() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
+    with torch.device("meta"):
+        large = LlamaForCausalLM(LlamaConfig(vocab_size=1_600, **sizes, tie_word_embeddings=False))
+    layer, head = 4 * 32 * 32 + 3 * 32 * 64, 1_600 * 32  # five layers' worth
+    assert [len(run) for run in cut(large, 4)] == [2, 2, 3, 1]  # not 2, 2, 2, 2: the head alone is five
+    assert cut(large, 4) == cut(large, 4, [0.0, *[layer] * 8, head])
+    assert [len(run) for run in cut(large, 2, speeds=[1.0, 10.0])] == [1, 7]
+    with pytest.raises(
+        ValueError, match=r"got 8 costs; expected those of 8 layers, of what comes before .* 10 numbers"
+    ):
+        cut(large, 4, [1.0] * 8)
+    with pytest.raises(ValueError, match=r"got a Linear; expected an nn\.Sequential, or a language model"):
+        cut(torch.nn.Linear(2, 2), 1)
+    with pytest.raises(ValueError, match=r"got the speeds \[1\.0\]; expected one above 0 for each of the 2 stages"):
+        cut(large, 2, speeds=[1.0])
+
+
 def test_cuts_are_balanced() -> None:
-    assert cut([1.0] * 6, 4) == [range(1), range(1, 2), range(2, 4), range(4, 6)]
-    assert cut([1, 1, 4, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]
+    assert cut_layers([1.0] * 6, 4) == [range(1), range(1, 2), range(2, 4), range(4, 6)]
+    assert cut_layers([1, 1, 4, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]
     with pytest.raises(ValueError, match="expected 1 to 2"):
-        cut([1.0, 1.0], 3)
+        cut_layers([1.0, 1.0], 3)
 
 
 def test_a_model_has_the_same_weights_however_it_is_cut() -> None:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from weft.cli.app import app
 from weft.pipeline import SCHEDULES, Costs, Schedule, Transfers, schedule
+from weft.pipeline.schedules.generators import SEVERAL_STAGES
 from weft.pipeline.schedules.schedule import from_torch_csv
 
 CASE = ("--schedule", "eager-1f1b", "--stages", "4", "--microbatches", "16", "--comm", "0.5")
@@ -27,7 +28,7 @@ def rows(output: str) -> dict[str, list[str]]:
 
 
 def _of_four(name: str) -> Schedule:
-    return schedule(name, stages=8 if name == "interleaved-1f1b" else 4, microbatches=16)
+    return schedule(name, stages=8 if name in SEVERAL_STAGES else 4, microbatches=16)
 
 
 def test_the_grid_parses_back() -> None:
@@ -42,7 +43,7 @@ def test_all_schedules_are_compared() -> None:
     assert set(table) == {"1f1b, synchronous", *SCHEDULES}
     spent = Costs.uniform(4, transfer=0.5)
     for name in SCHEDULES:
-        if name != "interleaved-1f1b":
+        if name not in SEVERAL_STAGES:
             found = schedule(name, stages=4, microbatches=16).simulate(spent)
             assert table[name][0] == f"{found.seconds:.2f}"
             assert table[name][1] == f"{found.lower_bound:.2f}"
@@ -60,6 +61,8 @@ def test_interleaved_has_the_same_work_on_the_same_ranks() -> None:
     printed = run("--schedule", "interleaved-1f1b", "--stages", "6", "--ranks", "2", "--microbatches", "4").output
     assert printed.startswith("schedule interleaved-1f1b: 6 stages, 4 micro-batches, 2 ranks")
     assert rows(printed)["1f1b"][4] == "2 1"
+    odd = run("--schedule", "zb-v", "--stages", "5", "--microbatches", "4").output
+    assert odd.startswith("schedule zb-v: 5 stages, 4 micro-batches, 3 ranks")
 
 
 def test_the_page_and_the_csv_are_written(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from weft.comm.tags import refuse_fork
 from weft.errors import WeftError
 from weft.layout import check_hosts
 from weft.layout.mesh import DeclaredCluster
+from weft.pipeline.run.clip import clip_gradients
 from weft.pipeline.run.microbatch import check_seed, stage_inputs
 from weft.pipeline.run.stage import LossFn, make_stages
 from weft.pipeline.run.step import Runner, RunningStep
@@ -165,6 +166,28 @@ class Pipeline:
             step = self._run(self._forward_routes, batch, targets, keywords, 1.0, training=False)
         return Evaluation(step.stacked_losses, [step.results[i] for i in sorted(step.results)])
 
+    def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients of all stages such that their common norm is at most `max_norm`. Collective.
+
+            losses = pipe.step(ids, targets)
+            norm = pipe.clip_grad_norm_(1.0)      # of all stages, on every rank, as before clipping
+            optimizer.step()
+
+        The norm is that of `torch.nn.utils.clip_grad_norm_` on the parameters of all stages in one process: bit by
+        bit, unless a stage's gradients are spread over ranks, which sum in another order. A parameter that stages of
+        one rank share counts once. With a `loss_scale` above 1, divide the gradients by it before.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}, expected a number above 0")
+        with self._turn(), torch.device("cpu"):
+            self._check_usable()
+            short = self._channels.connections.short
+            try:
+                return clip_gradients(self.stages, short, float(max_norm), float(norm_type))
+            except WeftError as error:
+                self._broken = f"{type(error).__name__}: {error}"
+                raise
+
     @property
     def peak_activations(self) -> dict[int, int]:
         """For each stage of this rank, of how many micro-batches it kept activations at once in the last step."""
@@ -221,8 +244,7 @@ class Pipeline:
         *,
         training: bool,
     ) -> RunningStep:
-        if self._broken is not None:
-            raise WeftError(f"the pipeline cannot be used any more: {self._broken}; make a new one")
+        self._check_usable()
         if not self.stages:
             self._look_for_failure()
             self.steps += training
@@ -274,6 +296,10 @@ class Pipeline:
             yield
         finally:
             self._busy.release()
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise WeftError(f"the pipeline cannot be used any more: {self._broken}; make a new one")
 
     def _look_for_failure(self) -> None:
         """For a rank without a stage, which waits for nobody: what others have failed at."""

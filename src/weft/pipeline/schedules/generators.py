@@ -10,6 +10,8 @@ Stage i of n with m micro-batches; *warm-up* counts the forwards before the firs
 | eager-1f1b+delay   | min(m, 2(n-i)-1)                       | I, W and F in turns: the gradient leaves before W  |
 | zero-bubble        | min(m, n-i)                            | I, W of i micro-batches ago, F in turns (ZB-H1)    |
 | interleaved-1f1b   | see `interleaved_1f1b`                 | B and F in turns over the rank's stages            |
+| search             | see `search.py`: the shortest step that is found within a memory limit                      |
+| zb-v, dualpipe-v   | see `vees.py`: two stages on each rank, in the shape of a V                                 |
 """
 
 from __future__ import annotations
@@ -17,33 +19,58 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from weft.pipeline.schedules.costs import Costs
 from weft.pipeline.schedules.graph import Action, Kind
 from weft.pipeline.schedules.schedule import Schedule
+from weft.pipeline.schedules.search import search
+from weft.pipeline.schedules.vees import V_SCHEDULES, v_schedule
 
 Actions = tuple[Action, ...]
 
 
-def schedule(name: str, *, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
+def schedule(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    ranks: int | None = None,
+    memory: int | Sequence[int] | None = None,
+    costs: Costs | None = None,
+) -> Schedule:
     """The schedule of that name for any number of stages and micro-batches.
 
-    `ranks` may be fewer than `stages` for `interleaved-1f1b` only (where the default is half of them, rounded
-    up): stage s is then on rank s mod ranks. Every other schedule has a rank for each stage.
+    `ranks` may be any number up to `stages` for `interleaved-1f1b` (the default is half of them, rounded up): stage s
+    is then on rank s mod ranks. `zb-v` and `dualpipe-v` have half as many ranks as stages, rounded up: stage s and its
+    mirror image from the end are on one rank. Every other schedule has a rank for each stage.
+
+    `search` looks for the shortest step with these `costs` in which no rank keeps activations of more micro-batches
+    than `memory` says (one number, or one for each rank); other schedules take neither.
 
     >>> schedule("eager-1f1b", stages=3, microbatches=5).ranks[1]
     (1F0, 1F1, 1F2, 1B0, 1F3, 1B1, 1F4, 1B2, 1B3, 1B4)
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"got the schedule {name!r}; expected one of: {', '.join(SCHEDULES)}")
+    if name not in (*SCHEDULES, SEARCH):
+        raise ValueError(f"got the schedule {name!r}; expected one of: {', '.join(SCHEDULES)}, {SEARCH}")
     if stages < 1 or microbatches < 1:
         raise ValueError(f"got {stages} stages and {microbatches} micro-batches; expected at least 1 of each")
-    one = _GENERATORS[name]
-    if one is None:
+    if name != SEARCH and (memory is not None or costs is not None):
+        raise ValueError(f"got memory or costs for the schedule {name}; expected them for {SEARCH!r} only")
+    if name in V_SCHEDULES:
+        if ranks not in (None, (stages + 1) // 2):
+            raise ValueError(
+                f"got ranks={ranks} for {stages} stages of {name}; expected {(stages + 1) // 2}, two a rank"
+            )
+        return v_schedule(name, stages, microbatches)
+    if name == SEARCH and ranks in (None, stages):
+        return search(stages, microbatches, memory=memory, costs=costs)
+    if name == INTERLEAVED:
         return interleaved_1f1b(stages, microbatches, ranks=(stages + 1) // 2 if ranks is None else ranks)
     if ranks not in (None, stages):
         raise ValueError(
             f"got ranks={ranks} for {stages} stages of {name}; expected a rank for each stage; "
-            f"{INTERLEAVED} puts several stages on a rank"
+            f"{INTERLEAVED}, {' and '.join(V_SCHEDULES)} put several stages on a rank"
         )
+    one = _GENERATORS[name]
     return Schedule(name, stages, microbatches, tuple(one(stage, stages, microbatches) for stage in range(stages)))
 
 
@@ -162,13 +189,14 @@ def _global_order(forwards: Sequence[Sequence[Action]], rounds: Sequence[range],
 
 
 INTERLEAVED = "interleaved-1f1b"
-# What makes the list of one stage on a rank of its own; None for the one that puts several on a rank.
-_GENERATORS: dict[str, Callable[[int, int, int], Actions] | None] = {
+SEARCH = "search"  # not in SCHEDULES: it takes seconds, and has no order of its own
+# What makes the list of one stage on a rank of its own.
+_GENERATORS: dict[str, Callable[[int, int, int], Actions]] = {
     "gpipe": _gpipe,
     "1f1b": _1f1b,
     "eager-1f1b": _eager_1f1b,
     "eager-1f1b+delay": _eager_1f1b_delay,
-    INTERLEAVED: None,
     "zero-bubble": _zero_bubble,
 }
-SCHEDULES: tuple[str, ...] = tuple(_GENERATORS)
+SEVERAL_STAGES = (INTERLEAVED, *V_SCHEDULES)  # of which a rank holds two, unless told otherwise
+SCHEDULES: tuple[str, ...] = (*_GENERATORS, *SEVERAL_STAGES)
