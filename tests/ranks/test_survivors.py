@@ -60,7 +60,7 @@ def lose_one(victim: int) -> list[int]:
         broken_call(group, victim, signal.SIGKILL)
     new = weft.survivors(group, timeout=2 * DEADLINE)
     everything_works(new)
-    with pytest.raises(WeftError, match="given up by weft.survivors"):
+    with pytest.raises(WeftError, match=r"given up by weft\.survivors"):
         weft.matmul_all_reduce(torch.ones(4, 3), torch.ones(2, 3), group=group)
     with pytest.raises(WeftError, match="a new one already"):
         weft.survivors(group)

@@ -39,7 +39,7 @@ from weft.comm.deadline import Deadline, listening
 from weft.comm.tags import CLAIM_BYTES, DEFAULT_TAG, FIRST_TAG, Lease, Line, Mark, Tag, ledger_of, refuse_unusable, turn
 from weft.comm.tell import MOST_BYTES, swap, tell
 from weft.comm.window import host_ids_of, number_hosts, why_apart
-from weft.errors import PeerLost, PeerMismatch, PeerTimeout, WeftError
+from weft.errors import PeerLost, PeerMismatch, PeerTimeout
 
 _DIGEST_BYTES = 32
 _LOOPS = ("gloo_tcp_loop",)

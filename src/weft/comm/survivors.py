@@ -1,4 +1,4 @@
-"""Going on without a rank that died: those who are left agree in the group's store on who they are, and make a new group.
+"""Going on without a rank that died: those who are left agree in the group's store on who they are, and go on.
 
     here/RANK     this rank has given the old group up, and is ready for another one
     gone/RANK     somebody on its machine has seen that the process has ended, or is stopped
@@ -10,8 +10,8 @@ A verdict is due when every rank is here or gone, or at the deadline. So nobody 
 survivors can see; a rank whose whole machine is lost is waited for until the deadline, as it might only be late. Who is
 not in the verdict never gets into the new group, whenever it wakes up: it has no name for it, and is told so.
 
-The members make the group and say so; the first one who knows of all, or that one is gone, decides again for all whether it
-counts. If it does not, they hold another *round*, with keys of its own. A round ends in the same way for all its members.
+The members make the group and say so. The first one who knows of all, or that one is gone, decides for all again: does
+it count? If not, they hold another *round*, with keys of its own. A round ends in the same way for all its members.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ _MADE, _AGAIN = "made", "again"
 def survivors(group: ProcessGroup, *, timeout: float | None = None) -> ProcessGroup:
     """The ranks that are left of a group which failed, as a new group: in rank order, with its backends and timeout.
 
-    For every rank that caught `PeerLost` or `PeerTimeout`, and collective among these. Each of them is waited for, up to
-    `timeout` seconds (60 by default), as one rank finds out long before another. A process that has ended or is stopped
-    is not waited for, if it ran on the machine of a rank that is left. `dist.get_process_group_ranks(new)` says who it is.
+    For every rank that caught `PeerLost` or `PeerTimeout`, and collective among these. Each of them is waited for, up
+    to `timeout` seconds (60 by default), as one rank finds out long before another. A process that has ended or is
+    stopped is not waited for, if it ran on the machine of a rank that is left. `dist.get_process_group_ranks(new)` says
+    who they are.
 
         try:
             y = weft.matmul_all_reduce(x, w_shard, group=group)
         except (weft.PeerLost, weft.PeerTimeout):
             group = weft.survivors(group)
 
-    A rank that was given up, and comes later, gets `PeerLost`. weft drops what it kept for the old group, and refuses calls
-    on it. Nothing is said of what was computed: where a call failed on one rank another may have its result already, so
-    ranks compare where they are before they go on. The group's store must still be there: if it was in the process of a
-    rank that died (rank 0, where no launcher keeps it), `PeerLost` says so, and only a restart helps.
+    A rank that was given up, and comes later, gets `PeerLost`. weft drops what it kept for the old group, and refuses
+    calls on it. Nothing is said of what was computed: where a call failed on one rank another may have its result
+    already, so ranks compare where they are before they go on. The group's store must still be there: if it was in the
+    process of a rank that died (rank 0, where no launcher keeps it), `PeerLost` says so, and only a restart helps.
     """
     refuse_fork(group)
     seconds, facts = SURVIVORS.of(timeout), facts_of(group)
@@ -79,8 +80,8 @@ def _agree(group: ProcessGroup, seconds: float) -> ProcessGroup:
         members, name = held.decide()
         if group.rank() not in members:
             raise PeerLost(
-                f"rank {group.rank()} was given up: {_named(members)} went on without it. It was stopped, or came later "
-                "than the deadline; it cannot join their group any more"
+                f"rank {group.rank()} was given up: {_named(members)} went on without it. It was stopped, or came "
+                "after the deadline; it cannot join their group any more"
             )
         made = _make(group, members, name, seconds)
         if held.settle(members, made is not None) and made is not None:
@@ -119,8 +120,8 @@ class _Round:
             return Asking(self._store, self._deadline, f"the attempt to {what}").answer(call)
         except PeerLost as error:
             raise PeerLost(
-                f"{error}. Without it nobody can {what}: start the ranks with a launcher that keeps the store in a process "
-                "of its own, as torchrun does; this run must be started again"
+                f"{error}. Without it nobody can {what}: start the ranks with a launcher that keeps the store in a "
+                "process of its own, as torchrun does; this run must be started again"
             ) from error
 
     def _decide(self) -> tuple[list[int], str]:

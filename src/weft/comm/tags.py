@@ -13,8 +13,8 @@ several may be (asynchronous reshards) each has a lease of some. Ranks find the 
 than they exchange anyway: each says with its agreement (`Group.lease`) which parts of the line it still uses, and the
 first run of parts that nobody uses is the lease. So no count can run out of step, whichever calls were refused where.
 
-Beside the tags is what else this rank keeps of a process group: whose turn it is, what is known of its ranks, whether the
-group is this process's own, or came to it by a fork, and whether it was given up.
+Beside the tags is what else this rank keeps of a process group: whose turn it is, what is known of its ranks, whether
+the group is this process's own, or came to it by a fork, and whether it was given up.
 """
 
 from __future__ import annotations

@@ -210,8 +210,7 @@ class Meeting:
         self._name, self._steps, self._deadline = name, tuple(steps), deadline
         self._title = f"{what} ({name})" if what and what != name else name
         self._store = store_of(pg) if store is None else store
-        self._at("process").answer(lambda: _say_process(pg, self._store))
-        self._turn = self._at("count").answer(lambda: self._store.add(f"weft/{name}/turn/{self.rank}", 1))
+        self._turn = self._at("count").answer(lambda: self._count(pg))
 
     @property
     def number(self) -> int:
@@ -272,6 +271,10 @@ class Meeting:
 
     def _late(self, missing: Sequence[int], asking: Asking) -> PeerTimeout:
         return PeerTimeout(f"{_ranks(missing)} at {asking.where}", seconds=self._deadline.seconds)
+
+    def _count(self, pg: ProcessGroup) -> int:
+        _say_process(pg, self._store)
+        return self._store.add(f"weft/{self._name}/turn/{self.rank}", 1)
 
     def _at(self, step: str) -> Asking:
         return Asking(self._store, self._deadline, f"step '{step}' of {self._title}")
