@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from weft.jobs.train import StepFigures, TrainJob, train
-from weft.jobs.train.job import SIZES, parse_copies
+from weft.jobs.train.job import ON_FAILURE, SIZES, parse_copies
 from weft.jobs.train.run import LossLog, RunProgress, read_log
 from weft.report.drawing import curve_text
 
@@ -75,6 +75,12 @@ def parse() -> tuple[TrainJob, str]:
     parser.add_argument("--keep", type=int, default=standard.keep, help="how many checkpoints stay")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--timeout", type=float, default=standard.timeout, help="seconds to wait for another rank")
+    parser.add_argument(
+        "--on-failure",
+        default=standard.on_failure,
+        choices=ON_FAILURE,
+        help="of a rank: shrink goes on without its copy",
+    )
     parser.add_argument("--figures", default="", metavar="FILE.jsonl", help="write the figures of each step")
     given = vars(parser.parse_args())
     log = given.pop("figures")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft import reshard as reshard
+    from weft.comm.survivors import survivors
     from weft.errors import PeerLost, PeerMismatch, PeerTimeout
     from weft.kernels import PackedWeight, linear
     from weft.kernels.freshness import refresh
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = version("weft")
 
 _HOME = {
+    "weft.comm.survivors": ("survivors",),
     "weft.errors": ("PeerLost", "PeerMismatch", "PeerTimeout"),
     "weft.kernels": ("PackedWeight", "linear"),
     "weft.kernels.freshness": ("refresh",),
@@ -106,6 +108,7 @@ __all__ = [
     "reshard",
     "reshard_state_dict",
     "schedule",
+    "survivors",
     "trace",
 ]
 

@@ -57,23 +57,25 @@ def backend_settings(name: str, timeout: timedelta) -> Any:
     return SimpleNamespace(options=options, **dict.fromkeys(abilities, False))
 
 
-def cpu_group(name: str, ranks: Sequence[int], *, timeout: float) -> ProcessGroup:
+def cpu_group(name: str, ranks: Sequence[int], *, timeout: float, like: ProcessGroup | None = None) -> ProcessGroup:
     """`dist.new_group` for CPU tensors of these ranks alone, in this order, under a name that they have agreed on.
 
-    Its backend is the default group's for the CPU.
+    Its backend is the default group's for the CPU; or all that another group has, which is `like` it.
 
     `new_group(use_local_synchronization=True)` names a group by its ranks and by how many groups this process is in:
     ranks that are in different numbers of groups never meet, and a group that is made after another one of its ranks
     was destroyed finds that one's addresses in the store.
     """
     world, here = distributed_c10d._world, dist.get_rank()
-    backends = distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config())).get_device_backend_map()
+    config = dist.get_backend_config(like)
+    backends = distributed_c10d.BackendConfig(dist.Backend(config)).get_device_backend_map()
+    is_mixed = like is not None and len(set(backends.values())) > 1
     _, store = world.pg_map[distributed_c10d._get_default_group()]
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         list(ranks).index(here),
         list(ranks),
-        dist.Backend(backends.get("cpu", "gloo")),
+        dist.Backend(config if is_mixed else backends.get("cpu", "gloo")),
         store,
         distributed_c10d.GroupName(name),
         timeout=timedelta(seconds=timeout),

@@ -22,6 +22,7 @@ class Tally:
     seed: int
     cases: int = 0
     failures: list[str] = field(default_factory=list)
+    note: str = ""  # figures of the campaign's own
 
     def __str__(self) -> str:
         return f"{self.name}: cases {self.cases}, failures {len(self.failures)}, seed {self.seed}"
@@ -43,7 +44,7 @@ def case_random(seed: int, number: int) -> random.Random:
 def main(campaign: Campaign, arguments: Sequence[str] | None = None) -> None:
     """The command line of a campaign: prints `NAME: cases N, failures F, seed S`, and exits with 1 on a failure."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--cases", type=int, default=100, help="how many to run")
+    parser.add_argument("--cases", "--count", type=int, default=100, help="how many to run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first; with --cases 1, that one alone")
     options = parser.parse_args(arguments)
@@ -51,5 +52,7 @@ def main(campaign: Campaign, arguments: Sequence[str] | None = None) -> None:
     tally = campaign(options.seed, options.first, options.cases)
     for failure in tally.failures:
         print(failure)
+    if tally.note:
+        print(tally.note)
     print(f"{tally}, seconds {time.monotonic() - start:.0f}")
     sys.exit(1 if tally.failures else 0)

@@ -73,7 +73,7 @@ def test_who_comes_late_is_told_and_the_next_meeting_is_good(kind: str, tmp_path
             found = [pool.submit(meet, mine[rank], rank, 2, [turn, rank], LONG) for rank in range(2)]
             assert [each.result() for each in found] == [[[turn, 0], [turn, 1]]] * 2
     if kind != "file":  # which counts what was deleted
-        assert mine[0].num_keys() <= 2 + 2 * (2 + 1) + (kind == "tcp"), "counts, and the words of one meeting"
+        assert mine[0].num_keys() <= 2 * 2 + 2 * (2 + 1) + (kind == "tcp"), "processes, counts, words of one meeting"
 
 
 def test_a_word_that_cannot_be_said_ends_the_meeting_of_all() -> None:

@@ -6,6 +6,8 @@ tell              how a rank tells all others something small; meetings in a gro
 deadline          how long to wait, and so that signals are heard meanwhile
 window            which ranks share a host, and memory that they share
 signal            counters that one thread or process raises and another waits on
+processes         which process a rank is, and whether it still runs
+survivors         a new group of those that are left after a failure
 host_collectives  collectives inside a host with next to no overhead
 """
 

@@ -74,6 +74,7 @@ TRAIN = Limit("train", 60.0)
 ROWS = Limit("rows of a matmul", 60.0)  # of a kernel that is called by itself
 PROBE = Limit("a probe of the machine", 60.0)
 STORE = Limit("an answer of the store", 1.0)  # beyond a deadline, where there is one: a server that hangs never answers
+SURVIVORS = Limit("the survivors of a group", 60.0)  # the last of them may wait for the dead one that long
 THREAD_END = Limit("the end of a thread", 5.0)  # on top of its deadline, which every wait of it has
 VLLM = Limit("vllm", 300.0)
 LAB_RUN = Limit("a run in the lab", 60.0)

@@ -36,10 +36,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from weft.comm.deadline import Deadline, listening
-from weft.comm.tags import CLAIM_BYTES, DEFAULT_TAG, FIRST_TAG, Lease, Line, Mark, Tag, ledger_of, refuse_fork, turn
+from weft.comm.tags import CLAIM_BYTES, DEFAULT_TAG, FIRST_TAG, Lease, Line, Mark, Tag, ledger_of, refuse_unusable, turn
 from weft.comm.tell import MOST_BYTES, swap, tell
 from weft.comm.window import host_ids_of, number_hosts, why_apart
-from weft.errors import PeerLost, PeerMismatch, PeerTimeout, WeftError
+from weft.errors import PeerLost, PeerMismatch, PeerTimeout
 
 _DIGEST_BYTES = 32
 _LOOPS = ("gloo_tcp_loop",)
@@ -133,11 +133,7 @@ class Group:
 
         gloo closes all connections that a rank has in a group when one of its waits runs out of time.
         """
-        if self.size > 1:
-            with suppress(WeftError):
-                nothing = torch.empty(1, device="cpu")
-                never = self.recv(nothing, (self.rank + 1) % self.size, tag=self.line.mark(Mark.NEVER))
-                never.wait(what="nothing", timeout=0.001)
+        close_connections(self.pg, self.line)
 
     def _agree(self, what: str, value: str, line: Line, deadline: Deadline) -> list[bytes]:
         """Compares, and returns what each rank claims of the line's tags."""
@@ -153,7 +149,7 @@ class Group:
         return [word[_DIGEST_BYTES:] for word in words]
 
     def _check(self, peer: int, tag: int) -> None:
-        refuse_fork(self.pg)
+        refuse_unusable(self.pg)
         if not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(
                 f"peer is rank {peer}, expected 0 to {self.size - 1} except this rank, {self.rank}; "
@@ -171,6 +167,14 @@ class Group:
             return Transfer(call([data], peer, tag), self, route=route)
         except RuntimeError as error:
             raise _lost(route, error) from error
+
+
+def close_connections(pg: ProcessGroup, line: Line = Line.GROUP) -> None:
+    """Closes all connections of this rank in a group, by a wait that runs out of time."""
+    if pg.size() > 1:
+        with suppress(RuntimeError):
+            nothing, never = torch.empty(1, dtype=torch.uint8, device="cpu"), line.mark(Mark.NEVER)
+            pg.recv([nothing], (pg.rank() + 1) % pg.size(), never).wait(timedelta(milliseconds=1))
 
 
 class Transfer:

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from weft import _core
 from weft.comm.deadline import Deadline
-from weft.comm.tags import refuse_fork
+from weft.comm.tags import refuse_unusable
 from weft.comm.window import Window
 from weft.errors import PeerMismatch, PeerTimeout, WeftError
 
@@ -207,7 +207,7 @@ class Banks:
 
     def check(self, what: str) -> None:
         """Raises where an earlier turn has failed, and in a fork, which would post in the name of its parent."""
-        refuse_fork(self._pg)
+        refuse_unusable(self._pg)
         if self._failure is not None:
             raise WeftError(f"{what}: an earlier call on this group failed ({self._failure}); make a new group")
 

@@ -13,15 +13,15 @@ several may be (asynchronous reshards) each has a lease of some. Ranks find the 
 than they exchange anyway: each says with its agreement (`Group.lease`) which parts of the line it still uses, and the
 first run of parts that nobody uses is the lease. So no count can run out of step, whichever calls were refused where.
 
-Beside the tags is what else this rank keeps of a process group: whose turn it is, what is known of its ranks, and
-whether the group is this process's own, or came to it by a fork.
+Beside the tags is what else this rank keeps of a process group: whose turn it is, what is known of its ranks, whether
+the group is this process's own, or came to it by a fork, and whether it was given up.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -208,6 +208,8 @@ class _GroupState:
         self.ledgers: dict[Line, Ledger] = {}
         self.turns: dict[str, threading.RLock] = {}
         self.facts: dict[str, list[Any]] = {}
+        self.owners: dict[object, Callable[[], object]] = {}  # how to drop what others keep for the group
+        self.is_abandoned = False
 
 
 # Beside a process group, because those who use it know nothing of each other; it goes with the group.
@@ -234,7 +236,7 @@ def turn(pg: ProcessGroup, name: str, deadline: Deadline) -> Iterator[None]:
     Their messages, and their words in the store, would otherwise be taken for each other's. The callers keep
     the order equal on all ranks, as for all collectives of a group.
     """
-    refuse_fork(pg)
+    refuse_unusable(pg)
     with _lock:
         lock = _states.setdefault(pg, _GroupState()).turns.setdefault(name, threading.RLock())
     if not lock.acquire(timeout=max(deadline.left(), 1e-3)):
@@ -244,6 +246,38 @@ def turn(pg: ProcessGroup, name: str, deadline: Deadline) -> Iterator[None]:
     finally:
         lock.release()
 
+
+# Groups that were given up ----------------------------------------------------------------------------------
+
+
+def when_abandoned(pg: ProcessGroup, owner: object, drop: Callable[[], object]) -> None:
+    """`drop()` is called when the group is given up, to let go of what `owner` keeps for it."""
+    with _lock:
+        _states.setdefault(pg, _GroupState()).owners[owner] = drop
+
+
+def abandon(pg: ProcessGroup) -> None:
+    """This rank will not use the group again: weft drops what it keeps for it, and refuses calls on it."""
+    global _any_abandoned
+    with _lock:
+        state = _states.setdefault(pg, _GroupState())
+        state.is_abandoned = _any_abandoned = True
+        owners, state.owners = state.owners, {}
+    for drop in owners.values():
+        drop()
+
+
+def refuse_unusable(pg: ProcessGroup) -> None:
+    """Raises before a group is touched that was given up, or that this process inherited by a fork."""
+    refuse_fork(pg)
+    if _any_abandoned and (state := _states.get(pg)) is not None and state.is_abandoned:
+        raise WeftError(
+            "this process group was given up by weft.survivors, expected the group that it returned; where it raised, "
+            "call it again, or end this rank"
+        )
+
+
+_any_abandoned = False
 
 # Forks ------------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,8 @@ from torch.distributed.distributed_c10d import Store
 
 from weft._torch import group_store
 from weft.comm.deadline import STORE, Deadline, at_work, listening
-from weft.comm.tags import Tag, facts_of, refuse_fork, turn
+from weft.comm.processes import process_key, this_process
+from weft.comm.tags import Tag, facts_of, refuse_unusable, turn
 from weft.errors import PeerLost, PeerMismatch, PeerTimeout, WeftError
 
 T = TypeVar("T")
@@ -156,10 +157,11 @@ def know_all(pg: ProcessGroup, name: str, mine: Any, *, deadline: Deadline, what
     another order on every rank, and one that ran out of time leaves nothing behind that the next could stumble over.
     `what` is what the user called, for the error.
     """
-    refuse_fork(pg)
+    refuse_unusable(pg)
     facts = facts_of(pg)
     if name not in facts:
-        asking = _Asking(store_of(pg), deadline, f"the start of {what}")
+        asking = Asking(store_of(pg), deadline, f"the start of {what}")
+        asking.answer(lambda: _say_process(pg, asking.store))
         keys = [f"weft/{name}/{rank}" for rank in range(pg.size())]
         asking.answer(lambda: asking.store.set(keys[pg.rank()], json.dumps(mine)))
         texts, missing = asking.answer(lambda: asking.read(keys))
@@ -203,12 +205,12 @@ class Meeting:
         what: str = "",
     ) -> None:
         """`what` is what the user called, for errors."""
-        refuse_fork(pg)
+        refuse_unusable(pg)
         self.rank, self.size = pg.rank(), pg.size()
         self._name, self._steps, self._deadline = name, tuple(steps), deadline
         self._title = f"{what} ({name})" if what and what != name else name
         self._store = store_of(pg) if store is None else store
-        self._turn = self._at("count").answer(lambda: self._store.add(f"weft/{name}/turn/{self.rank}", 1))
+        self._turn = self._at("count").answer(lambda: self._count(pg))
 
     @property
     def number(self) -> int:
@@ -251,13 +253,13 @@ class Meeting:
             asking.answer(self._forget_previous)
         return [json.loads(text) for text in texts]
 
-    def _settle(self, asking: _Asking, verdict: str, missing: Sequence[int], *, ended: str = "") -> str:
+    def _settle(self, asking: Asking, verdict: str, missing: Sequence[int], *, ended: str = "") -> str:
         """What counts for all ranks: that they met, or who gave up and why. This rank's view, if it is the first."""
         why = {"by": self.rank, "seconds": asking.deadline.seconds, "missing": list(missing), "ended": ended}
         mine = json.dumps(why) if missing or ended else _MET
         return asking.answer(lambda: self._store.compare_set(verdict, "", mine).decode())
 
-    def _given_up(self, asking: _Asking, *, by: int, seconds: float, missing: list[int], ended: str) -> WeftError:
+    def _given_up(self, asking: Asking, *, by: int, seconds: float, missing: list[int], ended: str) -> WeftError:
         """What to raise where rank `by` gave up, by a time-out or an exception of its own."""
         if by == self.rank:
             return self._late(missing, asking)
@@ -267,11 +269,15 @@ class Meeting:
         why = f"was ended by {ended}" if ended else f"waited {seconds:g} s for {_ranks(missing)}"
         return PeerLost(f"rank {by} gave up at {asking.where}: it {why}. {again}")
 
-    def _late(self, missing: Sequence[int], asking: _Asking) -> PeerTimeout:
+    def _late(self, missing: Sequence[int], asking: Asking) -> PeerTimeout:
         return PeerTimeout(f"{_ranks(missing)} at {asking.where}", seconds=self._deadline.seconds)
 
-    def _at(self, step: str) -> _Asking:
-        return _Asking(self._store, self._deadline, f"step '{step}' of {self._title}")
+    def _count(self, pg: ProcessGroup) -> int:
+        _say_process(pg, self._store)
+        return self._store.add(f"weft/{self._name}/turn/{self.rank}", 1)
+
+    def _at(self, step: str) -> Asking:
+        return Asking(self._store, self._deadline, f"step '{step}' of {self._title}")
 
     def _key(self, step: str, who: int | str, *, ago: int = 0) -> str:
         return f"weft/{self._name}/{self._turn - ago}/{step}/{who}"
@@ -287,7 +293,7 @@ class Meeting:
             ago += 1
 
 
-class _Asking:
+class Asking:
     """Questions to a store until a deadline. `where` the caller is, for errors."""
 
     def __init__(self, store: Store, deadline: Deadline, where: str) -> None:
@@ -335,6 +341,14 @@ class _Asking:
         except RuntimeError as error:  # the base of torch's store and network errors
             reason = str(error).splitlines()[0]
             raise PeerLost(f"the process that hosts the group's store is gone, at {self.where}: {reason}") from error
+
+
+def _say_process(pg: ProcessGroup, store: Store) -> None:
+    """Once for each group: who is left after a failure looks for those that do not answer."""
+    facts = facts_of(pg)
+    if "process" not in facts:
+        store.set(process_key(pg.rank()), this_process())
+        facts["process"] = []
 
 
 def _ranks(ranks: Sequence[int]) -> str:

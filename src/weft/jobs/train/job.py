@@ -33,6 +33,7 @@ SIZES = {
     "1b": (22, 2048, 32, 4, 5632),
     "8b": (32, 4096, 32, 8, 14336),
 }
+ON_FAILURE = ("stop", "shrink")
 END = 256
 VOCABULARY = 320
 """Each byte is a token, and one more ends a document; the rest is there so that ranks share the words evenly."""
@@ -52,6 +53,8 @@ class TrainJob:
                    `keep` newest kept
     resume:        go on from the newest checkpoint, if there is one; `lr` is this job's, all else as it was
     timeout:       seconds after which a rank gives another up
+    on_failure:    "stop" ends all ranks when one is lost; "shrink" drops its copy of the model, and the others go on
+                   from memory: every copy then holds all parameters and moments, which FSDP would share among them
     """
 
     model: str = "tiny"
@@ -73,6 +76,7 @@ class TrainJob:
     keep: int = 2
     resume: bool = False
     timeout: float = TRAIN.seconds
+    on_failure: Literal["stop", "shrink"] = "stop"
 
     @property
     def copies(self) -> int:
@@ -126,6 +130,13 @@ class TrainJob:
             raise ValueError(
                 f"schedule {self.schedule} runs a backward pass in two parts, which FSDP cannot follow; expected "
                 "another one with several copies, such as eager-1f1b"
+            )
+        if self.on_failure not in ON_FAILURE:
+            raise ValueError(f"on_failure is {self.on_failure!r}, expected one of {', '.join(ON_FAILURE)}")
+        if self.on_failure == "shrink" and self.pp > 1:
+            raise ValueError(
+                f"on_failure is 'shrink' with pp {self.pp}, expected pp 1: a pipeline's schedule is made for its "
+                "number of micro-batches, which grows when a copy is lost; use tp, or on_failure 'stop' and restarts"
             )
         if self.resume and not self.checkpoint:
             raise ValueError("resume without a checkpoint directory; expected checkpoint=, where the run was saved")

@@ -1,6 +1,7 @@
 """The model of a run on its ranks: one `weft.parallelize`, or a stage of a `weft.Pipeline`, and copies around both.
 
-Copies share parameters and moments over the data-parallel axis by torch's FSDP2, whose messages show in a trace.
+Copies share parameters and moments over the data-parallel axis by torch's FSDP2, whose messages show in a trace; or
+each has all of them, so that the others can go on without it (`replicas`).
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ class WholeModel:
 
     def __init__(self, job: TrainJob, mesh: DeviceMesh) -> None:
         self.module: nn.Module = parallelize(_llama(job), mesh["tp"], overlap=job.overlap)
-        self._copies = job.copies
+        # FSDP divides gradients by the number of copies; where it is not used, they are summed.
+        self._copies = 1 if job.on_failure == "shrink" else job.copies
         _start(self.module, job, mesh)
 
     def step(self, micros: Sequence[MicroBatch], total: int) -> float:
         found = 0.0
         for i, micro in enumerate(micros):
             sync_gradients(self.module, i == len(micros) - 1)
-            # FSDP divides by the number of copies.
             items = torch.tensor(total / self._copies)
             loss: Tensor = self.module(micro.batch, labels=micro.labels, num_items_in_batch=items).loss
             loss.backward()  # type: ignore[no-untyped-call]
@@ -145,7 +146,7 @@ def _start(module: nn.Module, job: TrainJob, mesh: DeviceMesh) -> None:
     module.train()
     if job.init:
         load_sharded(module, job.init, timeout=job.timeout)
-    if job.copies > 1:
+    if job.copies > 1 and job.on_failure != "shrink":
         copy_over(module, mesh["dp"])
 
 

@@ -13,8 +13,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,15 @@ from weft.comm.tell import tell_all
 from weft.errors import WeftError
 from weft.jobs.train.job import Corpus, TrainJob, documents_of
 from weft.jobs.train.model import TrainModel, build, make_mesh
+from weft.jobs.train.replicas import Replicas
 from weft.lab import Rank
 from weft.parallel.files.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from weft.parallel.files.checkpoint_folder import CheckpointFolder
 from weft.parallel.files.shards import together
 from weft.timeline import Event, Timeline, record
 from weft.timeline.events import difference, length, union
+
+T = TypeVar("T")
 
 # What a model can be loaded without and computes something else with.
 _UNSEEN_IN_SHAPES = ("hidden_act", "rms_norm_eps", "rope_parameters", "num_attention_heads", "num_key_value_heads")
@@ -41,7 +45,8 @@ def train(job: TrainJob, *, report: Callable[[StepFigures], None] | None = None)
     """Runs a job on all ranks of the default process group; every rank gets the same figures. Collective.
 
     `report` is called on each rank after each step. Whatever ends one rank ends all, within the timeout; the last
-    checkpoint is whole then, and the same job with `resume=True` goes on to the losses that it would have had. A loss
+    checkpoint is whole then, and the same job with `resume=True` goes on to the losses that it would have had. With
+    `on_failure="shrink"` only the copies of the model that lost a rank end; the others go on, with a warning. A loss
     that is not a number ends the run before it is saved. Under torchrun with `--max-restarts` it warns if these could
     not work.
     """
@@ -75,18 +80,32 @@ def _train(
     first = _resume(job, text, model, optimizer)
     found: list[StepFigures] = []
     last = record.Trace()
+    copies = Replicas(mesh, timeout=job.timeout)
+    is_kept = job.on_failure == "shrink"
+
+    def once(step: int) -> StepFigures:
+        nonlocal last
+        with record.trace(name=f"step {step + 1}") as last:  # where there is no step, it stays empty
+            return _step(job, mesh, text, model, optimizer, step, last, copies)
+
+    def save(step: int) -> None:
+        save_checkpoint(
+            job.checkpoint, step + 1, model.module, optimizer, {"data": _data(job, text)},
+            keep=job.keep, timeout=job.timeout, group=copies.world,
+        )  # fmt: skip
+
+    def attempt(step: int, call: Callable[[int], T]) -> T:
+        if not is_kept:
+            return call(step)
+        return copies.keep(step, lambda: call(step), optimizer.zero_grad, partial(warnings.warn, stacklevel=2))
+
     for step in range(first, job.steps):
-        with record.trace(name=f"step {step + 1}") as last:  # noqa: F811  # where there is no step, it stays empty
-            found.append(_step(job, mesh, text, model, optimizer, step, last))
+        found.append(attempt(step, once))
         if job.checkpoint and ((step + 1) % job.every == 0 or step + 1 == job.steps):
-            save_checkpoint(
-                job.checkpoint, step + 1, model.module, optimizer, {"data": _data(job, text)},
-                keep=job.keep, timeout=job.timeout,
-            )  # fmt: skip
+            attempt(step, save)
         if report is not None:
             report(found[-1])
-    world: Any = dist.group.WORLD
-    return TrainResult(tuple(found), last.gather(group=world))
+    return TrainResult(tuple(found), last.gather(group=copies.world))
 
 
 def _agree(job: TrainJob, text: Corpus) -> None:
@@ -150,20 +169,24 @@ def _step(
     optimizer: torch.optim.Optimizer,
     step: int,
     trace: record.Trace,
+    copies: Replicas,
 ) -> StepFigures:
     micros = [text.microbatch(step * job.microbatches + i) for i in range(job.microbatches)]
     total = sum(micro.counted for micro in micros)
-    stage, copy, place = mesh.get_coordinate() or (0, 0, 0)
-    share = job.microbatches // job.copies
+    stage, _, place = mesh.get_coordinate() or (0, 0, 0)
+    is_kept = job.on_failure == "shrink"
     start = time.perf_counter()
-    part = model.step(micros[copy * share : (copy + 1) * share], total)
+    part = model.step(copies.share(micros), total)
+    if is_kept:
+        copies.add_gradients(model.module)
     is_sound = all(math.isfinite(_local(p.grad).sum()) for p in model.module.parameters() if p.grad is not None)
-    optimizer.step()
-    optimizer.zero_grad()
+    if not is_kept:
+        optimizer.step()
+        optimizer.zero_grad()
     seconds = time.perf_counter() - start
     tells = stage == job.pp - 1 and place == 0  # the ranks of a stage have the same loss
     mine = [part if tells else 0.0, seconds, exposed_in_step(trace.timeline.events), is_sound]
-    said = tell_all("training step", mine, group=None, timeout=job.timeout)
+    said = tell_all("training step", mine, group=copies.world, timeout=job.timeout)
     loss, exposed = sum(row[0] for row in said), sum(row[2] for row in said) / len(said)
     if not math.isfinite(loss) or not all(row[3] for row in said):
         what = f"loss {loss}" if not math.isfinite(loss) else "gradients that are not numbers"
@@ -171,6 +194,9 @@ def _step(
             f"step {step + 1} has {what}, expected numbers; it was not saved: go on from the last checkpoint with a "
             "smaller lr, or look at the data"
         )
+    if is_kept:  # now that all ranks have said that they have these gradients
+        optimizer.step()
+        optimizer.zero_grad()
     return StepFigures(step + 1, loss, job.microbatches * job.tokens, max(row[1] for row in said), exposed)
 
 

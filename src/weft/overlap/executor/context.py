@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from weft._torch import group_by_name
 from weft.comm import Counters, Group, Transfer, Window
 from weft.comm.deadline import Deadline, listening, timeout_of
 from weft.comm.group import differences, make_way_for_compute
-from weft.comm.tags import Line, Mark, refuse_fork
+from weft.comm.tags import Line, Mark, refuse_unusable, when_abandoned
 from weft.comm.tell import store_of, swap_tensors
 from weft.errors import PeerMismatch, PeerTimeout, WeftError, WindowUnavailable
 from weft.overlap.blocks import Topology
@@ -67,12 +67,13 @@ _lock = threading.Lock()
 
 def context_of(pg: ProcessGroup, line: Line = Line.OVERLAP) -> Context:
     """The context of a group; made on the first call, which all ranks must make."""
-    refuse_fork(pg)
+    refuse_unusable(pg)
     with _lock:
         entry = _contexts.get((pg, line))
         if entry is None:
             # torch drops this object of its own when the group is destroyed, and keeps it nowhere else.
             weakref.finalize(store_of(pg), _contexts.pop, (pg, line), None).atexit = False
+            when_abandoned(pg, line, partial(_contexts.pop, (pg, line), None))
             entry = _contexts[pg, line] = _Entry()
     # Not under the one lock: making a context waits for the other ranks, which may be busy with another group's.
     with entry.lock:
@@ -126,7 +127,7 @@ class Context:
         A call counts, and with it the banks change, when all ranks have met for it. One that was refused before has
         not been, on this rank or on all: the next one takes the same bank.
         """
-        refuse_fork(self.group.pg)
+        refuse_unusable(self.group.pg)
         deadline = Deadline.after(self.group.timeout)
         if not self._turn.acquire(timeout=deadline.seconds):
             raise PeerTimeout("the call of another thread on this process group", seconds=deadline.seconds)
