@@ -311,3 +311,9 @@ def multiplies_bfloat16() -> bool:
 def symmetric_memory() -> Any:
     """torch's symmetric memory: `empty` and `rendezvous`."""
     return import_module("torch.distributed._symmetric_memory")
+
+
+def stream_writes() -> Any | None:
+    """`stream_write_value32` and `memset32`, which set 32 bits in stream order without a kernel; None without them."""
+    found = getattr(symmetric_memory(), "_SymmetricMemory", None)
+    return found if hasattr(found, "stream_write_value32") and hasattr(found, "memset32") else None

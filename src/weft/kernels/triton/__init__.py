@@ -15,7 +15,7 @@ has ever run on a GPU: docs/gpu.md says what has been proven, and how.
 from __future__ import annotations
 
 from weft.kernels.triton.attention import attention, attention_grad
-from weft.kernels.triton.launch import INTERPRETED, DevicePlaces, DeviceSchedule, owners_first
+from weft.kernels.triton.launch import INTERPRETED, DevicePlaces, DeviceSchedule, OwnerRows, RowSteps, banded
 from weft.kernels.triton.matmul import (
     LAYOUT,
     TAKES_ADDRESSES,
@@ -31,6 +31,6 @@ from weft.kernels.triton.signals import Late, tell, wait
 
 __all__ = [
     "INTERPRETED", "LAYOUT", "TAKES_ADDRESSES", "TORCH_MULTIPLIES", "DevicePlaces", "DeviceSchedule", "Late",
-    "attention", "attention_grad", "empty", "gate", "gather", "linear", "norm", "owners_first", "pack",
-    "packed_elements", "rotary", "sum_in_order", "tell", "unpack", "wait",
+    "OwnerRows", "RowSteps", "attention", "attention_grad", "banded", "empty", "gate", "gather", "linear", "norm",
+    "pack", "packed_elements", "rotary", "sum_in_order", "tell", "unpack", "wait",
 ]  # fmt: skip

@@ -45,6 +45,21 @@ class Limits:
     shared_of_block: int
     spills: bool = False
 
+    @property
+    def room(self) -> tuple[int, int, int, int]:
+        """Blocks, warps, registers and bytes of shared memory, in the units of `room`."""
+        return self.blocks, self.warps, _REGISTERS, self.shared
+
+
+def room(*, warps: int, registers: int, shared: int) -> tuple[int, int, int, int]:
+    """What one block takes of a multiprocessor's blocks, warps, registers and shared memory, as these are given out.
+
+    >>> room(warps=8, registers=129, shared=1000)
+    (1, 8, 34816, 2048)
+    """
+    of_warp = -(-max(registers, 1) * 32 // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
+    return 1, warps, of_warp * warps, -(-(shared + _RESERVED_SHARED) // _SHARED_AT_ONCE) * _SHARED_AT_ONCE
+
 
 # The one list of targets. Where attention of half-precision heads of 128 spills 16 bytes, they are compiled when asked
 # for: sizes that do not spill there spill on sm80, or give up the pipelining of loads.
@@ -68,9 +83,8 @@ def blocks_at_once(arch: str, *, warps: int, registers: int, shared: int, tensor
     limits = ARCHS[arch]
     if shared > limits.shared_of_block:
         return 0
-    of_warp = -(-max(registers, 1) * 32 // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
-    of_block = -(-(shared + _RESERVED_SHARED) // _SHARED_AT_ONCE) * _SHARED_AT_ONCE
-    fits = [limits.blocks, limits.warps // warps, _REGISTERS // of_warp // warps, limits.shared // of_block]
+    one = room(warps=warps, registers=registers, shared=shared)
+    fits = [most // taken for most, taken in zip(limits.room, one, strict=True)]
     if tensor_columns:
         fits.append(_TENSOR_COLUMNS // tensor_columns)
     return min(fits)
@@ -153,24 +167,43 @@ def variants() -> Iterator[Variant]:
 def _matmuls(dtype: torch.dtype, code: str) -> Iterator[Variant]:
     everything = {
         **dict.fromkeys(("x", "w", "bias", "residual", "pre", "out"), code),
-        **dict.fromkeys(("x_rows", "places", "place_strides", "done_at"), "i64"),
-        **dict.fromkeys(("order", "group_of", "done", "ready", "late"), "i32"),
-    }
-    uses = {
-        "signals": ("x_rows", "pre", "places", "place_strides", "done_at", "ready"),
-        "plain": ("x_rows", "pre", "places", "place_strides", "done_at", "ready", "order", "group_of", "done"),
-        "gathered": ("x", "pre", "residual", "places", "place_strides", "done_at", "done"),
-        "to peers": ("x_rows", "pre", "residual", "out", "done", "ready"),
+        **dict.fromkeys(("x_rows", "places", "place_strides", "out_rows", "done_at"), "i64"),
+        **dict.fromkeys(("order", "group_of", "done", "ready", "ready_steps", "late"), "i32"),
     }
     for number, config in enumerate(launch.MATMUL[dtype]):
-        for use, absent in uses.items():
-            if number and use != "signals":
-                continue
-            options = {"ACTIVATION": "gelu" if use in ("signals", "plain") else None, "PRECISION": "ieee",
-                       "THREADS": 32 * config.warps, "INTERPRET": False}  # fmt: skip
-            pointers = {name: kind for name, kind in everything.items() if name not in absent}
-            label = f"{use} {code} {config.name}"
-            yield Variant("matmul", label, matmul_kernel, pointers, config, absent, options, number == 0)
+        for use, given in MATMUL_USES.items():
+            if number == 0 or use == "signals":
+                yield _matmul(use, given, everything, code, config, number == 0)
+    if dtype != torch.float32:
+        for use in ("plain", "owners"):
+            yield _matmul(f"short {use}", MATMUL_USES[use], everything, code, launch.SHORT, True)
+
+
+# What is given beside x, w and the flag, for each way in which the library launches the matmul; `bias`, `residual` and
+# `pre` may also be missing: a kernel without them is a part of the one with them.
+MATMUL_USES = {
+    "signals": ("out", "bias", "residual", "order", "group_of", "done"),
+    "plain": ("out", "bias", "residual"),
+    "gathered": ("out", "bias", "order", "group_of", "ready", "ready_steps"),
+    "places": ("bias", "places", "place_strides", "order", "group_of", "done"),
+    "owners": ("out_rows", "order", "group_of", "done_at"),
+    "tiles wait": ("out", "bias", "order", "group_of", "ready"),
+    "rows by address": ("x_rows", "bias", "places", "place_strides", "order", "group_of", "done_at"),
+}
+
+
+def _matmul(
+    use: str, given: tuple[str, ...], kinds: dict[str, str], code: str, config: launch.Config, is_default: bool
+) -> Variant:
+    there = {*given, "w", "late", *(() if "x_rows" in given else ("x",))}
+    pointers = {name: kind for name, kind in kinds.items() if name in there}
+    absent = tuple(name for name in kinds if name not in there)
+    aligned = bool({"places", "out_rows"} & there)
+    options = {"ACTIVATION": "gelu" if "residual" in given else None, "PRECISION": "ieee", "ALIGNED": aligned,
+               "THREADS": 32 * config.warps, "INTERPRET": False}  # fmt: skip
+    return Variant(
+        "matmul", f"{use} {code} {config.name}", matmul_kernel, pointers, config, absent, options, is_default
+    )
 
 
 def _attentions(dtype: torch.dtype, code: str, width: int) -> Iterator[Variant]:

@@ -113,6 +113,20 @@ MATMUL = {
 }
 
 
+# For outputs of few rows: half of the default's block, with the same instructions, so the same bits. Not where these
+# differ (tensor cores of sm100 take blocks of 64 rows by another instruction), nor in float32, whose block is small.
+SHORT = _matmul(64, 128, 64, 4, 3)
+SHORT_ROWS = 64
+SHORT_CAPABILITIES = (8, 9)  # major
+
+
+def matmul_config(dtype: torch.dtype, m: int, device: torch.device) -> Config:
+    """The block sizes of an output of `m` rows."""
+    if dtype == torch.float32 or m > SHORT_ROWS or device.type != "cuda":
+        return MATMUL[dtype][0]
+    return SHORT if torch.cuda.get_device_capability(device)[0] in SHORT_CAPABILITIES else MATMUL[dtype][0]
+
+
 def _attention(m: int, n: int, warps: int, stages: int) -> Config:
     return Config((("BLOCK_M", m), ("BLOCK_N", n)), warps, stages)
 
@@ -191,56 +205,85 @@ class DevicePlaces:
     strides: Tensor
     dtype: torch.dtype
     keep: tuple[Tensor, ...] = ()
+    aligned: bool = False  # every row of every tile starts at a multiple of 16 bytes
 
     @classmethod
     def of(cls, out: TileOutput | DevicePlaces, device: torch.device | str) -> DevicePlaces:
         if isinstance(out, DevicePlaces):
             return out
         dtype = out.places[0].dtype if out.places else torch.float32
-        return cls(out.tiling, out.addresses.to(device), out.strides.to(device), dtype, out.places)
+        aligned = all_aligned(out.addresses) and all_aligned(out.strides * dtype.itemsize)
+        return cls(out.tiling, out.addresses.to(device), out.strides.to(device), dtype, out.places, aligned)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnerRows:
+    """An output [M, N] whose rows lie in their owners' memory: row i from addresses[i] on, `owner_rows` rows an owner.
+
+    So a tile may have rows of several owners. The addresses may be peers', as symmetric memory maps them.
+
+    >>> OwnerRows.of([0, 2, 3], [1000, 2000], 8, torch.float32, "cpu").addresses
+    tensor([1000, 1032, 2000])
+    """
+
+    addresses: Tensor
+    n: int
+    owner_rows: int
+    owners: int
+    dtype: torch.dtype
+    aligned: bool  # every row starts at a multiple of 16 bytes
+
+    @property
+    def m(self) -> int:
+        return self.addresses.numel()
 
     @classmethod
-    def by_owner(
-        cls,
-        tiling: Tiling,
-        bounds: Sequence[int],
-        starts: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> DevicePlaces:
-        """Rows [bounds[p], bounds[p + 1]) of the output belong to rank p, whose buffer for them is at starts[p].
-
-        The buffers are [rows of p, N], row by row. A tile may not lie across two owners.
-
-        >>> places = DevicePlaces.by_owner(Tiling(4, 32, 2, 32), [0, 2, 4], [1000, 2000], torch.float32, "cpu")
-        >>> places.addresses.tolist()
-        [1000, 2000]
-        """
-        addresses = []
-        for tile in range(tiling.count):
-            m0, m1, n0, _ = tiling.box(tile)
-            owner = next(p for p in range(len(starts)) if bounds[p] <= m0 < bounds[p + 1])
-            if m1 > bounds[owner + 1]:
-                raise ValueError(
-                    f"rows {m0} to {m1} of tile {tile} belong to two ranks, bounds are {[*bounds]}; "
-                    f"choose a tile_m that divides every rank's rows, got {tiling.tile_m}"
-                )
-            addresses.append(starts[owner] + ((m0 - bounds[owner]) * tiling.n + n0) * dtype.itemsize)
-        table = torch.tensor(addresses, dtype=torch.int64, device=device)
-        return cls(tiling, table, torch.full_like(table, tiling.n), dtype)
+    def of(
+        cls, bounds: Sequence[int], starts: Sequence[int], n: int, dtype: torch.dtype, device: torch.device | str
+    ) -> OwnerRows:
+        """Rows [bounds[p], bounds[p + 1]) belong to rank p, whose buffer [rows of p, N] for them is at starts[p]."""
+        each = max(1, bounds[1] - bounds[0])
+        if any(bounds[p] != min(p * each, bounds[-1]) for p in range(len(bounds))):
+            raise ValueError(f"all owners but the last ones must own as many rows, got bounds {[*bounds]}")
+        rows = torch.arange(bounds[-1], device="cpu")
+        table = torch.tensor([*starts], device="cpu")[rows // each] + rows % each * (n * dtype.itemsize)
+        return cls(table.to(device), n, each, -(-bounds[-1] // each), dtype, all_aligned(table))
 
 
-def owners_first(tiling: Tiling, bounds: Sequence[int], rank: int) -> list[int]:
-    """The tiles in the order of their owners rank + 1, rank + 2, ..., rank: so no two ranks write to one peer at once.
+@dataclass(frozen=True, eq=False)
+class RowSteps:
+    """Rows of x that arrive in steps: rows [i * rows, (i + 1) * rows) are there when the one counter is >= steps[i].
 
-    >>> owners_first(Tiling(4, 64, 1, 32), [0, 2, 4], rank=0)
-    [4, 5, 6, 7, 0, 1, 2, 3]
+    What `Ready` is for rows with a counter each; a stream that brings rows in order has one thing to write a step.
     """
-    ranks = len(bounds) - 1
-    turn = {(rank + 1 + i) % ranks: i for i in range(ranks)}
 
-    def key(tile: int) -> tuple[int, int]:
-        m0 = tiling.box(tile)[0]
-        return turn[next(p for p in range(ranks) if bounds[p] <= m0 < bounds[p + 1])], tile
+    counters: Tensor
+    steps: Tensor
+    rows: int
+    timeout: float
+    what: str = "rows of x"
 
-    return sorted(range(tiling.count), key=key)
+
+def all_aligned(addresses: Tensor) -> bool:
+    """Whether all of them are multiples of 16; for tensors on the host."""
+    return not bool((addresses % 16).any())
+
+
+_BAND = 12
+
+
+def banded(rows: Sequence[int], cols: Sequence[int], width: int) -> list[int]:
+    """The tiles of these rows and columns of a tiling that is `width` tiles wide, in bands of rows, column by column.
+
+    Tiles that are computed at the same time then share rows of x and of w in the cache: of about 130, a dozen each.
+    Bands are of equal heights, since a last one of a single row would read a row of w for each of its tiles.
+
+    >>> banded([4, 5], [0, 1, 2], 3)
+    [12, 15, 13, 16, 14, 17]
+    """
+    bands = -(-len(rows) // _BAND)
+    order = []
+    for band in range(bands):
+        some = rows[len(rows) * band // bands : len(rows) * (band + 1) // bands]
+        order += [row * width + col for col in cols for row in some]
+    return order

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.kernels.tiles import Ready, Rows, TileOutput, TileSchedule, Tiling
 from weft.kernels.triton import launch
-from weft.kernels.triton.launch import DevicePlaces, DeviceSchedule
+from weft.kernels.triton.launch import DevicePlaces, DeviceSchedule, OwnerRows, RowSteps
 from weft.kernels.triton.signals import Late, nanoseconds, signal, wait_for
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")
@@ -40,13 +40,18 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def matmul_kernel(
-    x, x_rows, w, bias, residual, pre, out, places, place_strides, order, group_of, done, done_at, ready, late,
-    M, N, K, stride_x, stride_w, stride_residual, stride_pre, stride_out, tile_m, tile_n, tiles,
-    ready_rows, ready_value, local_start, local_stop, limit_ns,
+    x, x_rows, w, bias, residual, pre, out, places, place_strides, out_rows, order, group_of, done, done_at, ready,
+    ready_steps, late, M, N, K, stride_x, stride_w, stride_residual, stride_pre, stride_out, tile_m, tile_n, tiles,
+    ready_rows, ready_value, local_start, local_stop, owner_rows, limit_ns,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """`x_rows` and `places`, `place_strides`: rows of x and tiles of out by address. `done_at`: counters by address."""
+    """`x_rows` and `out_rows`: rows of x and of out by address; `places`, `place_strides`: tiles of out.
+
+    `done_at`: counters by address, of groups, or of the owners of `owner_rows` rows each where rows are by address.
+    `ready_steps`: one counter for all rows, and what it must be for each. `ALIGNED`: what is stored by address starts
+    at multiples of 16 bytes, so that a thread stores 16 at once.
+    """
     tile_cols = tl.cdiv(N, tile_n)
     for at in range(tl.program_id(0), tiles, tl.num_programs(0)):
         if order is None:  # noqa: SIM108 - what is None chooses the branch when this is compiled
@@ -62,7 +67,11 @@ def matmul_kernel(
             for block in range(m0 // ready_rows, tl.cdiv(m1, ready_rows)):
                 local = (block * ready_rows >= local_start) & (tl.minimum((block + 1) * ready_rows, M) <= local_stop)
                 if not local:
-                    there = wait_for(ready + block, ready_value, limit_ns, late, block, THREADS, INTERPRET)
+                    if ready_steps is None:
+                        there = wait_for(ready + block, ready_value, limit_ns, late, block, THREADS, INTERPRET)
+                    else:
+                        step = tl.load(ready_steps + block)
+                        there = wait_for(ready, step, limit_ns, late, block, THREADS, INTERPRET)
                     arrived = arrived & there
         if arrived:
             wide = tl.cdiv(n1 - n0, BLOCK_N)
@@ -82,16 +91,26 @@ def matmul_kernel(
                     z += _load(
                         _at(residual, row, col, stride_residual), stride_residual, m1 - row, n1 - col, BLOCK_M, BLOCK_N
                     )
-                if places is None:
+                if out_rows is not None:
+                    kind: tl.constexpr = w.dtype.element_ty
+                    _store_rows(out_rows + row, col, z, m1 - row, n1 - col, kind, ALIGNED, BLOCK_M, BLOCK_N)
+                elif places is None:
                     _store(_at(out, row, col, stride_out), stride_out, z, m1 - row, n1 - col, BLOCK_M, BLOCK_N)
                 else:
                     place = tl.load(places + tile).to(tl.pointer_type(w.dtype.element_ty))
                     stride = tl.load(place_strides + tile)
+                    if ALIGNED:
+                        place = tl.multiple_of(place, 16)
+                        stride = tl.multiple_of(stride, 16 // (w.dtype.element_ty.primitive_bitwidth // 8))
                     _store(_at(place, row - m0, col - n0, stride), stride, z, m1 - row, n1 - col, BLOCK_M, BLOCK_N)
             if done is not None:
                 signal(done + tl.load(group_of + tile))
             if done_at is not None:
-                signal(tl.load(done_at + tl.load(group_of + tile)).to(tl.pointer_type(tl.int32)))
+                if out_rows is None:
+                    signal(tl.load(done_at + tl.load(group_of + tile)).to(tl.pointer_type(tl.int32)))
+                else:
+                    for owner in range(m0 // owner_rows, tl.cdiv(m1, owner_rows)):
+                        signal(tl.load(done_at + owner).to(tl.pointer_type(tl.int32)))
 
 
 @triton.jit
@@ -123,6 +142,20 @@ def _store(start, stride, z, height, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
     cols = tl.arange(0, BLOCK_N)
     inside = (rows < height)[:, None] & (cols < width)[None, :]
     tl.store(start + (rows[:, None] * stride + cols[None, :]), z.to(start.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_rows(
+    starts, col, z, height, width, kind: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    at = tl.load(starts + rows, mask=rows < height, other=0).to(tl.pointer_type(kind))[:, None]
+    if ALIGNED:
+        at = tl.multiple_of(at, [16, 16])
+    inside = (rows < height)[:, None] & (cols < width)[None, :]
+    tl.store(at + (col + cols)[None, :], z.to(kind), mask=inside)
 
 
 @triton.jit
@@ -185,7 +218,7 @@ def linear(
     packed: Tensor,
     n: int,
     *,
-    out: Tensor | TileOutput | DevicePlaces,
+    out: Tensor | TileOutput | DevicePlaces | OwnerRows,
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
@@ -194,7 +227,7 @@ def linear(
     threads: int = 0,
     schedule: TileSchedule | DeviceSchedule | None = None,
     done: Tensor | None = None,
-    ready: Ready | None = None,
+    ready: Ready | RowSteps | None = None,
     local_rows: tuple[int, int] = (0, 0),
     late: Late | None = None,
     programs: int | None = None,
@@ -202,8 +235,9 @@ def linear(
 ) -> None:
     """out[M, N] = activation(x[M, K] w[N, K]^T + bias[N]) + residual[M, N]; `pre` takes the activation's input.
 
-    `done` is int32, a counter a group, or int64, the address of each group's counter, which may be a peer's. A tile
-    waits for the counters of its rows in `ready`, other than those of rows inside `local_rows`. With `late`, nothing
+    `done` is int32, a counter a group, or int64, the address of each group's counter, which may be a peer's; with
+    `OwnerRows` that of each owner's, to which every tile with rows of the owner adds one. A tile waits for the
+    counters of its rows in `ready`, other than those of rows inside `local_rows`. With `late`, nothing
     here waits for the device, and `late.check` tells later; without, a time-out is raised here. `programs` makes the
     kernel persistent: as many programs take turns with the tiles. `isa_name` and `threads` are for the CPU's.
 
@@ -215,12 +249,12 @@ def linear(
     for t, name, shape in ((residual, "residual", (m, n)), (pre, "pre", (m, n)), (bias, "bias", (n,))):
         if t is not None:
             launch.like(t, name, shape, dtype, device)
-    chosen = config or launch.MATMUL[dtype][0]
+    chosen = config or launch.matmul_config(dtype, m, device)
     tables = None if schedule is None else DeviceSchedule.of(schedule, device)
     tiling = _tiling(m, n, tables, chosen)
-    target, places = _target(out, tiling, tables, m, n, dtype, device)
+    target, places, owned = _target(out, tiling, tables, m, n, dtype, device)
     if done is not None:
-        _check_done(done, tables, device)
+        _check_done(done, tables, owned, device)
     mine = late or Late.on(device)
     if ready is not None:
         _check_ready(ready, m, local_rows, device)
@@ -230,12 +264,16 @@ def linear(
     matmul_kernel[(min(programs or tiling.count, tiling.count),)](
         x if isinstance(x, Tensor) else None, x.addresses.to(device) if isinstance(x, Rows) else None, packed, bias,
         residual, pre, target, None if places is None else places.addresses, None if places is None else places.strides,
+        None if owned is None else owned.addresses,
         None if tables is None else tables.order, None if tables is None else tables.group_of,
-        done if counts else None, None if counts else done, None if ready is None else ready.counters, mine.flag,
+        done if counts else None, None if counts else done, None if ready is None else ready.counters,
+        ready.steps if isinstance(ready, RowSteps) else None, mine.flag,
         m, n, k, x.stride(0) if isinstance(x, Tensor) else 0, k, _stride(residual), _stride(pre), _stride(target),
         min(tiling.tile_m, m), min(tiling.tile_n, -(-n // 32) * 32), tiling.count, 1 if ready is None else ready.rows,
-        0 if ready is None else ready.value, *local_rows, 1 if ready is None else nanoseconds(ready.timeout),
-        ACTIVATION=activation, PRECISION="ieee", THREADS=32 * chosen.warps, INTERPRET=launch.INTERPRETED,
+        ready.value if isinstance(ready, Ready) else 0, *local_rows, 1 if owned is None else owned.owner_rows,
+        1 if ready is None else nanoseconds(ready.timeout), ACTIVATION=activation, PRECISION="ieee",
+        ALIGNED=any(by_address is not None and by_address.aligned for by_address in (places, owned)),
+        THREADS=32 * chosen.warps, INTERPRET=launch.INTERPRETED,
         **chosen.launch,
     )  # fmt: skip
     if ready is not None and late is None:
@@ -276,31 +314,40 @@ def _tiling(m: int, n: int, tables: DeviceSchedule | None, config: launch.Config
 
 
 def _target(
-    out: Tensor | TileOutput | DevicePlaces, tiling: Tiling, tables: DeviceSchedule | None, m: int, n: int,
+    out: Tensor | TileOutput | DevicePlaces | OwnerRows, tiling: Tiling, tables: DeviceSchedule | None, m: int, n: int,
     dtype: torch.dtype, device: torch.device,
-) -> tuple[Tensor | None, DevicePlaces | None]:  # fmt: skip
+) -> tuple[Tensor | None, DevicePlaces | None, OwnerRows | None]:  # fmt: skip
     if isinstance(out, Tensor):
         launch.like(out, "out", (m, n), dtype, device)
-        return out, None
+        return out, None, None
+    if isinstance(out, OwnerRows):
+        if (out.m, out.n, out.dtype) != (m, n, dtype):
+            raise ValueError(f"out must be {dtype} [{m}, {n}] like x w^T, got {out.dtype} [{out.m}, {out.n}]")
+        return None, None, out
     if tables is None or tables.tiling != out.tiling:
         raise ValueError(f"places for {out.tiling} need a schedule with that tiling, got {tables and tables.tiling}")
     places = DevicePlaces.of(out, device)
     if tiling.count and places.dtype != dtype:
         raise ValueError(f"out must be {dtype} like x, got {places.dtype}")
-    return None, places
+    return None, places, None
 
 
-def _check_done(done: Tensor, tables: DeviceSchedule | None, device: torch.device) -> None:
+def _check_done(done: Tensor, tables: DeviceSchedule | None, owned: OwnerRows | None, device: torch.device) -> None:
+    if owned is not None:
+        launch.counters(done, "done", owned.owners, device, torch.int64)
+        return
     if tables is None:
         raise ValueError("done= counts the tiles of groups, so it needs schedule= to say which those are")
     dtype = torch.int64 if done.dtype == torch.int64 else torch.int32
     launch.counters(done, "done", tables.groups, device, dtype)
 
 
-def _check_ready(ready: Ready, m: int, local_rows: tuple[int, int], device: torch.device) -> None:
+def _check_ready(ready: Ready | RowSteps, m: int, local_rows: tuple[int, int], device: torch.device) -> None:
     if ready.rows < 1:
         raise ValueError(f"ready.rows is the number of rows that a counter covers, at least 1; got {ready.rows}")
     if not 0 <= local_rows[0] <= local_rows[1] <= m:
         raise ValueError(f"local_rows must be a range inside the {m} rows of x, got {local_rows}")
     nanoseconds(ready.timeout)
-    launch.counters(ready.counters, "ready.counters", -(-m // ready.rows), device)
+    if isinstance(ready, RowSteps):
+        launch.counters(ready.steps, "ready.steps", -(-m // ready.rows), device)
+    launch.counters(ready.counters, "ready.counters", 1 if isinstance(ready, RowSteps) else -(-m // ready.rows), device)

@@ -136,7 +136,7 @@ def sum_kernel(
     if arrived:
         total = tl.zeros((BLOCK,), tl.float32)
         for rank in range(ranks):
-            total += tl.load(parts + rank * stride_parts + at, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(parts + tl.cast(rank, tl.int64) * stride_parts + at, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             total += tl.load(bias + at % N, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

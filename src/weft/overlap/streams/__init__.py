@@ -1,6 +1,7 @@
 """Overlapped matmuls on devices with streams: the executor of GPUs. Its functions are those of `MatmulExecutor`.
 
-collectives  matmuls whose input or output travels
+gather       matmuls whose input travels
+collectives  matmuls whose output travels
 state        what is kept for a group: streams, the other ranks' memory, tables, late kernels
 plans        what the search of group sizes is told of such devices; which plans they can follow
 device       streams and mapped memory: of a GPU, and the same with threads and windows on a CPU
@@ -26,12 +27,12 @@ from weft.overlap.executor.call import Request, exchange_counts, row_major
 from weft.overlap.executor.context import Context
 from weft.overlap.plan import Op, Transport
 from weft.overlap.streams.collectives import (
-    all_gather,
     all_reduce,
     all_to_all,
     reduce_scatter,
     reduce_scatter_to_owners,
 )
+from weft.overlap.streams.gather import all_gather
 from weft.overlap.streams.state import as_bytes, by_group, check, state_of
 
 __all__ = ["check", "gather_matmul", "gather_rows_matmul", "matmul_scatter", "matmul_scatter_rows"]

@@ -1,15 +1,4 @@
-"""Matmuls whose input or output travels, on two streams.
-
-**The input travels**: tiles start as their rows arrive.
-
-    side      | rows of rank r - 1, tell | rows of rank r - 2, tell | ...
-    compute   | matmul: tiles of own rows, then of those that have arrived, each waiting for the counter of its rows
-
-Rows come by copies out of the other ranks' memory where that is mapped, otherwise by messages: at each step every rank
-sends to one and receives from one, so that all links are busy. Chunks, counters and the order of tiles are those of
-`weft.overlap.incoming`, for ranks that share no window.
-
-**The output travels**: by collectives of a process group, or straight into the memory of its owner.
+"""Matmuls whose output travels, on two streams: by collectives of a process group, or straight into its owner's memory.
 
 *By collectives*, group of tiles by group of tiles.
 
@@ -25,16 +14,20 @@ owns it.
 
     compute   | barrier | matmul, each tile to its owner's memory, one signal there | sum of all ranks' parts |
 
-Rank r starts with the tiles of rank r + 1, so that no two ranks write to one at the same time. Parts are added in rank
-order, so the bits depend on no timing.
+Rank r starts with the tiles of rank r + 1, so that no two ranks write to one at the same time. Rows have addresses of
+their own, so that a tile may have rows of several owners and signals to each. Parts are added in rank order, so the
+bits depend on no timing.
+
+Inside a group, or what one owner has, tiles are taken in bands (`kernels.banded`), so that those that are computed
+at the same time share what they read.
 
 This has never run on a GPU: it was run with threads for streams, gloo, windows, and Triton's interpreter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -43,112 +36,12 @@ from torch import Tensor
 
 from weft.kernels import PackedWeight, Ready, TileSchedule, Tiling
 from weft.kernels import triton as kernels
-from weft.overlap.blocks import Axis, Block, Cut, cut_cols, cut_rows
+from weft.kernels.triton.launch import all_aligned
+from weft.overlap.blocks import Axis, Block, Cut, cut_cols, cut_rows, rows_by_destination
 from weft.overlap.executor.resources import view
-from weft.overlap.incoming import ExpectRows, Incoming, RowArrival, SendRows, lower
-from weft.overlap.plan import OverlapPlan, Transport
+from weft.overlap.plan import OverlapPlan
 from weft.overlap.streams.device import Peers
 from weft.overlap.streams.state import State, as_bytes, by_group
-
-
-@dataclass(frozen=True, eq=False)
-class _GatherTables:
-    program: Incoming
-    schedule: kernels.DeviceSchedule
-    start: Tensor  # what each counter starts at, so that all are full at the same value
-    full: int
-
-
-def _gather_tables(plan: OverlapPlan, rank: int, like: Tensor) -> _GatherTables:
-    program = lower(replace(plan, transport=Transport.MESSAGES), rank)
-    full = max(program.needs, default=0)
-    start = torch.tensor([full - need for need in program.needs], dtype=torch.int32, device=like.device)
-    return _GatherTables(program, kernels.DeviceSchedule.of(program.schedule(), like.device), start, full)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One chunk to the rank that is `away` places on, and one from the rank that is as many places back."""
-
-    number: int
-    away: int
-    send: SendRows | None
-    expect: ExpectRows | None
-
-
-def _steps(program: Incoming, rank: int, size: int) -> Iterator[_Step]:
-    sends = {(s.tag, s.peer): s for s in program.sends}
-    expects = {(e.tag, e.peer): e for e in program.expects}
-    for tag in sorted({tag for tag, _ in (*sends, *expects)}):
-        for away in range(1, size):
-            send, expect = sends.get((tag, (rank + away) % size)), expects.get((tag, (rank - away) % size))
-            if send is not None or expect is not None:
-                yield _Step(tag, away, send, expect)
-
-
-def all_gather(
-    state: State, plan: OverlapPlan, x: Tensor, weight: PackedWeight, *, bias: Tensor | None, out: Tensor
-) -> Tensor:
-    """out [M, N] = X weight^T + bias for X [M, K], the rows of all ranks, which is returned."""
-    tables = state.table(plan, lambda: _gather_tables(plan, state.rank, x))
-    peers = state.peers(plan.shard_bounds[1] * plan.k * x.element_size()) if _by_copies(plan) else None
-    compute, side = state.device.current(), state.device.side()
-    gathered, counters = x.new_empty(plan.m, plan.k), tables.start.clone()
-    first = plan.shard_bounds[state.rank]
-    gathered[first : first + x.shape[0]] = x
-    side.wait(compute.record())
-    if peers is not None:
-        side.run(partial(_offer, peers, state.rank, x))
-    for step in _steps(tables.program, state.rank, state.size):
-        if peers is None:
-            what = f"{plan.op.value}: chunk {step.number} to and from the ranks {step.away} away"
-            side.run(partial(by_group, what, partial(_exchange, state, step, x, gathered)))
-        elif step.expect is not None:
-            side.run(partial(_copy, peers, plan, step.expect, gathered))
-        if step.expect is not None:
-            rows = tables.program.touched(RowArrival(state.rank, step.expect.m0, step.expect.m1))
-            side.run(partial(kernels.tell, counters, first=rows.start, count=len(rows)))
-    if peers is not None:
-        side.run(peers.barrier)  # nobody reads this rank's rows any more
-    ready = None
-    if plan.sequential:
-        compute.wait(side.record())
-    elif tables.full:
-        ready = Ready(counters, plan.tile_m, tables.full, timeout=state.timeout, what=plan.op.value)
-    # After all that it waits for: where streams share one queue of the hardware, it would hold that back.
-    compute.run(partial(
-        kernels.linear, gathered, weight.data, weight.n, out=out, bias=bias, isa_name=weight.isa,
-        schedule=tables.schedule, ready=ready, late=state.late,
-    ))  # fmt: skip
-    compute.wait(side.record())
-    return gathered
-
-
-def _by_copies(plan: OverlapPlan) -> bool:
-    return plan.transport is Transport.WINDOWS
-
-
-def _offer(peers: Peers, rank: int, x: Tensor) -> None:
-    view(peers.memory(rank), x.dtype, 0, *x.shape).copy_(x)
-    peers.barrier()
-
-
-def _copy(peers: Peers, plan: OverlapPlan, expect: ExpectRows, gathered: Tensor) -> None:
-    start = (expect.m0 - plan.shard_bounds[expect.peer]) * plan.k
-    rows = view(peers.memory(expect.peer), gathered.dtype, start, expect.m1 - expect.m0, plan.k)
-    gathered[expect.m0 : expect.m1].copy_(rows)
-
-
-def _exchange(state: State, step: _Step, x: Tensor, gathered: Tensor) -> None:
-    ops, tag = [], state.line.data(step.number)
-    if step.send is not None and x.numel():
-        data = as_bytes(x[step.send.start : step.send.end])
-        ops.append(dist.P2POp(dist.isend, data, group=state.pg, group_peer=step.send.peer, tag=tag))
-    if step.expect is not None and gathered.numel():
-        data = as_bytes(gathered[step.expect.m0 : step.expect.m1])
-        ops.append(dist.P2POp(dist.irecv, data, group=state.pg, group_peer=step.expect.peer, tag=tag))
-    for work in dist.batch_isend_irecv(ops) if ops else ():
-        work.wait()
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +53,7 @@ class _Tables:
     sizes: Tensor
     offsets: Tensor
     strides: Tensor
+    aligned: bool  # all of both are multiples of 16 bytes
 
 
 def _tables(plan: OverlapPlan, tiling: Tiling, stored_rows: int, like: Tensor) -> _Tables:
@@ -168,17 +62,22 @@ def _tables(plan: OverlapPlan, tiling: Tiling, stored_rows: int, like: Tensor) -
         cut = cut_cols(tiling, plan.weights)
     else:
         cut = cut_rows(tiling, plan.weights, range(tiling.rows))
-    schedule = cut.schedule()
-    offsets, strides = [0] * tiling.count, [0] * tiling.count
-    for block in cut.blocks:
-        for tile in cut.tiles(block):
-            m0, _, n0, _ = tiling.box(tile)
-            at = stored_rows * block.n0 + m0 * block.cols + n0 - block.n0
-            offsets[tile], strides[tile] = at * like.element_size(), block.cols
+    order, group_of = list[int](), torch.zeros(tiling.rows, tiling.cols, dtype=torch.int32, device="cpu")
+    offsets, strides = (torch.zeros(tiling.rows, tiling.cols, dtype=torch.int64, device="cpu") for _ in range(2))
+    for number, block in enumerate(cut.blocks):
+        rows = range(block.m0 // tiling.tile_m, -(-block.m1 // tiling.tile_m))
+        cols = range(block.n0 // tiling.tile_n, -(-block.n1 // tiling.tile_n))
+        order += kernels.banded(rows, cols, tiling.cols)
+        box = slice(rows.start, rows.stop), slice(cols.start, cols.stop)
+        m0 = torch.arange(rows.start, rows.stop, device="cpu")[:, None] * tiling.tile_m
+        n0 = torch.arange(cols.start, cols.stop, device="cpu")[None, :] * tiling.tile_n
+        offsets[box] = (stored_rows * block.n0 + m0 * block.cols + n0 - block.n0) * like.element_size()
+        group_of[box], strides[box] = number, block.cols
+    schedule = TileSchedule(tiling, order=order, group_of=group_of.view(-1))
     return _Tables(
         cut, kernels.DeviceSchedule.of(schedule, like.device), schedule.group_sizes.to(like.device),
-        torch.tensor(offsets, dtype=torch.int64, device=like.device),
-        torch.tensor(strides, dtype=torch.int64, device=like.device),
+        offsets.view(-1).to(like.device), strides.view(-1).to(like.device),
+        aligned=all_aligned(offsets) and all_aligned(strides * like.element_size()),
     )  # fmt: skip
 
 
@@ -195,7 +94,8 @@ def _run(
     out: Tensor | kernels.DevicePlaces = target
     if target.dim() == 1:
         addresses = tables.offsets + target.data_ptr()
-        out = kernels.DevicePlaces(tables.cut.tiling, addresses, tables.strides, x.dtype, (target,))
+        aligned = tables.aligned and target.data_ptr() % 16 == 0
+        out = kernels.DevicePlaces(tables.cut.tiling, addresses, tables.strides, x.dtype, (target,), aligned)
     began = compute.record()
     # Before its waiters: where streams share one queue of the hardware, these would hold the matmul back.
     compute.run(partial(
@@ -264,7 +164,7 @@ def all_to_all(
     """Rows of x weight^T + bias, sorted by destination, to where they belong: `sent` and `taken` rows a rank."""
     m = x.shape[0]
     # A rank without rows takes part in the same collectives as the others.
-    tables = _tables(plan, Tiling(m, plan.n, plan.tile_m, plan.tile_n), m, x)
+    tables = state.table(plan, lambda: _tables(plan, plan.tiling, m, x))
     columns = tables.cut.blocks or cut_cols(Tiling(1, plan.n, 1, plan.tile_n), plan.weights).blocks
     buffer, received = x.new_empty(m * plan.n), x.new_empty(out.shape[0] * plan.n)
 
@@ -287,9 +187,25 @@ def all_to_all(
 @dataclass(frozen=True, eq=False)
 class _OwnerTables:
     schedule: kernels.DeviceSchedule
-    places: kernels.DevicePlaces
+    rows: kernels.OwnerRows
     done: Tensor  # the address of this rank's counter at each owner that has rows
     tiles: int  # that each rank computes for this one
+
+
+def owner_order(tiling: Tiling, bounds: Sequence[int], rank: int) -> list[int]:
+    """The tiles in the order of their owners rank + 1, rank + 2, ..., rank: no two ranks write to one peer at once.
+
+    Those of an owner are taken in bands. A tile with rows of two owners comes with the first of these.
+
+    >>> owner_order(Tiling(4, 64, 1, 32), [0, 2, 4], rank=0)
+    [4, 6, 5, 7, 0, 2, 1, 3]
+    """
+    ranks, seen, order = len(bounds) - 1, set[int](), list[int]()
+    for owner in ((rank + 1 + i) % ranks for i in range(ranks)):
+        rows = [row for row in rows_by_destination(tiling, bounds, [owner]) if row not in seen]
+        seen.update(rows)
+        order += kernels.banded(rows, range(tiling.cols), tiling.cols)
+    return order
 
 
 def _owner_tables(plan: OverlapPlan, rank: int, peers: Peers, like: Tensor) -> _OwnerTables:
@@ -299,15 +215,13 @@ def _owner_tables(plan: OverlapPlan, rank: int, peers: Peers, like: Tensor) -> _
         peers.memory(p).data_ptr() + rank * (bounds[p + 1] - bounds[p]) * plan.n * like.element_size()
         for p in range(plan.size)
     ]
-    group_of = [tiling.box(tile)[0] // bounds[1] for tile in range(tiling.count)]
-    schedule = TileSchedule(tiling, order=kernels.owners_first(tiling, bounds, rank), group_of=group_of)
+    schedule = TileSchedule(tiling, order=owner_order(tiling, bounds, rank))
     done = [peers.counters(p).data_ptr() + rank * 4 for p in owners]
-    mine = bounds[rank + 1] - bounds[rank]
     return _OwnerTables(
         kernels.DeviceSchedule.of(schedule, like.device),
-        kernels.DevicePlaces.by_owner(tiling, bounds, starts, like.dtype, like.device),
+        kernels.OwnerRows.of(bounds, starts, plan.n, like.dtype, like.device),
         torch.tensor(done, dtype=torch.int64, device=like.device),
-        -(-mine // plan.tile_m) * tiling.cols,
+        len(rows_by_destination(tiling, bounds, [rank])) * tiling.cols,
     )
 
 
@@ -331,7 +245,7 @@ def reduce_scatter_to_owners(
 
     compute.run(begin)
     compute.run(partial(
-        kernels.linear, x, weight.data, weight.n, out=tables.places, isa_name=weight.isa, schedule=tables.schedule,
+        kernels.linear, x, weight.data, weight.n, out=tables.rows, isa_name=weight.isa, schedule=tables.schedule,
         done=tables.done, late=state.late,
     ))  # fmt: skip
     if meanwhile is not None:

@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft._torch import symmetric_memory
+from weft._torch import stream_writes, symmetric_memory
 from weft.comm import Window
 from weft.comm.tags import Line
 from weft.errors import LONGEST_SECONDS, PeerTimeout
-from weft.kernels.triton import Late
+from weft.kernels.triton import Late, tell
+from weft.kernels.triton.budget import Budget, gather_budget
 from weft.kernels.triton.launch import refuse_rocm
 from weft.overlap.executor.resources import Worker, WorkerJob
 
@@ -69,6 +70,14 @@ class Device(Protocol):
 
     def tiles_at_once(self) -> int:
         """How many tiles are computed at a time: groups that are not larger are not worth a signal."""
+        ...
+
+    def gather_budget(self, dtype: torch.dtype, *, messages: bool) -> Budget:
+        """How many programs may wait for rows at once, so that what brings those has room."""
+        ...
+
+    def tell(self, progress: Tensor, step: int) -> None:
+        """In the stream that is current: sets progress [1], int32, from step - 1 to step."""
         ...
 
     def is_capturing(self) -> bool:
@@ -124,6 +133,8 @@ class CudaDevice:
         # Of high priority: a collective that is due takes the next free multiprocessor before the next tile does.
         self._side = CudaStream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
         self._tiles = torch.cuda.get_device_properties(device).multi_processor_count
+        major, minor = torch.cuda.get_device_capability(device)
+        self._arch = f"sm{major}{minor}"
 
     def current(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self._device))
@@ -133,6 +144,19 @@ class CudaDevice:
 
     def tiles_at_once(self) -> int:
         return self._tiles
+
+    def gather_budget(self, dtype: torch.dtype, *, messages: bool) -> Budget:
+        return gather_budget(self._arch, self._tiles, dtype, messages=messages)
+
+    def tell(self, progress: Tensor, step: int) -> None:
+        """By the stream itself, which needs no place on a multiprocessor and fences what came before; else a kernel."""
+        writes = stream_writes()
+        if writes is None:
+            tell(progress)
+        elif self.is_capturing():  # a graph has no such writes in all of CUDA's versions that torch runs with
+            writes.memset32(progress.view(torch.uint32), offset=0, val=step, count=1)
+        else:
+            writes.stream_write_value32(progress.view(torch.uint32), 0, step)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -228,6 +252,12 @@ class ThreadDevice:
 
     def tiles_at_once(self) -> int:
         return _TILES_AT_ONCE
+
+    def gather_budget(self, dtype: torch.dtype, *, messages: bool) -> Budget:
+        return Budget(_TILES_AT_ONCE, f"{_TILES_AT_ONCE} programs, one after the other")
+
+    def tell(self, progress: Tensor, step: int) -> None:
+        tell(progress)
 
     def is_capturing(self) -> bool:
         return False

@@ -13,7 +13,6 @@ from weft.overlap.plan import Op, OverlapPlan, Transport, shared_dims
 from weft.overlap.search import decide, partition, predict_sequential
 from weft.overlap.speeds import Curve, Curves, Work, work_in_waves
 
-_LEAST_TILE_M = 16
 _MOST_UNITS = 96  # the search is quadratic
 _NOMINAL = 4096  # stands for a size in which ranks may differ
 _HALF_FLOPS, _SINGLE_FLOPS = 2.5e12, 0.15e12  # flops a second of one multiprocessor
@@ -39,8 +38,8 @@ def plan_on_streams(
     plan = OverlapPlan(op, m, n, k, dtype, hosts, Transport.MESSAGES, Axis.ROWS, tile, tile)
     if op is Op.GATHER_BACK:
         return replace(plan, reason="rows come back before they are multiplied")
-    if op is Op.REDUCE_SCATTER and maps and (tile_m := tile_that_divides(m, len(hosts), tile)):
-        return replace(plan, transport=Transport.WINDOWS, tile_m=tile_m, groups=(1,), reason="every tile travels alone")
+    if op is Op.REDUCE_SCATTER and maps:
+        return replace(plan, transport=Transport.WINDOWS, groups=(1,), reason="every tile travels alone")
     if op in (Op.REDUCE_SCATTER, Op.ALL_TO_ALL):
         plan = replace(plan, axis=Axis.COLS)
     elif op is Op.ALL_GATHER and maps:
@@ -87,17 +86,6 @@ def _curves(plan: OverlapPlan) -> Curves:
     )  # fmt: skip
 
 
-def tile_that_divides(m: int, ranks: int, most: int) -> int:
-    """The largest tile_m up to `most` that divides a shard's rows, so that no tile has two owners; 0 if too small.
-
-    >>> tile_that_divides(8192, 8, 128), tile_that_divides(6144, 8, 128), tile_that_divides(2 * 97, 2, 64)
-    (128, 128, 0)
-    """
-    rows = chunk_bounds(m, ranks)[1]
-    found = next((size for size in range(min(most, rows), 0, -1) if rows % size == 0), 0)
-    return found if found >= min(_LEAST_TILE_M, rows) else 0
-
-
 def check_plan(plan: OverlapPlan, *, maps: bool) -> OverlapPlan:
     """A plan that a caller gave; an error says what these devices cannot do."""
     if plan.transport is Transport.WINDOWS and not maps:
@@ -111,11 +99,4 @@ def check_plan(plan: OverlapPlan, *, maps: bool) -> OverlapPlan:
             f"{plan.op.value} by collectives of a process group is cut along columns, so that each group has a part "
             f"for every rank; got axis={plan.axis.value}, use axis=cols"
         )
-    if plan.op is Op.REDUCE_SCATTER and not columns:
-        rows = plan.shard_bounds[1]
-        if rows % plan.tile_m:
-            raise ValueError(
-                f"tiles of {plan.tile_m} rows lie across the shards of {rows} rows that two ranks own; "
-                f"use a tile_m that divides {rows}, or transport=messages axis=cols"
-            )
     return plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import torch
@@ -75,7 +75,12 @@ class State:
         """The plan to follow."""
         if request.plan:
             return check_plan(request.given_plan(self.hosts), maps=self.maps)
-        return plan_on_streams(*request.shape, self.hosts, maps=self.maps, tiles_at_once=self.device.tiles_at_once())
+        tiles, shape = self.device.tiles_at_once(), request.shape
+        if request.op is not Op.ALL_GATHER:
+            return plan_on_streams(*shape, self.hosts, maps=self.maps, tiles_at_once=tiles)
+        budget = self.device.gather_budget(request.dtype, messages=not self.maps)
+        plan = plan_on_streams(*shape, self.hosts, maps=self.maps, tiles_at_once=min(tiles, budget.programs))
+        return plan if plan.sequential else replace(plan, reason=f"{plan.reason}; {budget.reason}")
 
     @contextmanager
     def call(self, plan: OverlapPlan, deadline: Deadline, *, bias: bool) -> Iterator[None]:
@@ -120,7 +125,7 @@ class State:
         return self._peers
 
     def table(self, plan: OverlapPlan, make: Callable[[], _Table]) -> _Table:
-        """What `make` gives, made once for a plan: a table takes a copy to the device."""
+        """What `make` gives, made once for a plan, this rank's sizes among it: a table takes a copy to the device."""
         key = (plan, make.__qualname__)
         if key not in self._tables:
             if len(self._tables) >= _MOST_TABLES:

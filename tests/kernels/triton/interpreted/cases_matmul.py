@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from weft.kernels import Ready, Rows, TileOutput, TileSchedule, Tiling
 from weft.kernels import triton as kernels
+from weft.overlap.streams.collectives import owner_order
 
 ACTIVATIONS = {
     None: lambda z: z,
@@ -95,26 +96,24 @@ def test_rows_from_anywhere_and_tiles_to_anywhere():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reduce_scatter_into_the_owners_buffers(dtype):
-    """Two ranks in turn write the tiles of each owner into its buffer, then each owner sums in rank order."""
-    ranks, bounds = 2, [0, 32, 48]
-    tiling = Tiling(48, 64, 16, 32)
+    """Two ranks in turn write rows into their owners' buffers, then each owner sums in rank order."""
+    ranks, bounds = 2, [0, 25, 48]
+    tiling = Tiling(48, 64, 16, 32)  # the second row of tiles has two owners
     inputs = [tensors(48, 20, 64, dtype, seed=rank) for rank in range(ranks)]
     buffers = [torch.full((ranks, bounds[p + 1] - bounds[p], 64), float("nan"), dtype=dtype) for p in range(ranks)]
     arrived = [torch.zeros(ranks, dtype=torch.int32) for _ in range(ranks)]
     products = []
     for rank, (x, w, *_) in enumerate(inputs):
-        places = kernels.DevicePlaces.by_owner(tiling, bounds, [b[rank].data_ptr() for b in buffers], dtype, "cpu")
-        order = kernels.owners_first(tiling, bounds, rank)
-        assert tiling.box(order[0])[0] == bounds[(rank + 1) % ranks]
-        owner_of = [0 if tiling.box(tile)[0] < 32 else 1 for tile in range(tiling.count)]
-        schedule = TileSchedule(tiling, order=order, group_of=owner_of)
+        rows = kernels.OwnerRows.of(bounds, [b[rank].data_ptr() for b in buffers], 64, dtype, "cpu")
+        order = owner_order(tiling, bounds, rank)
+        assert tiling.box(order[0])[0] == (16 if rank == 0 else 0)
         done = torch.tensor([arrived[owner][rank:].data_ptr() for owner in range(ranks)])
-        run(x, w, out=places, schedule=schedule, done=done)
+        run(x, w, out=rows, schedule=TileSchedule(tiling, order=order), done=done)
         products.append(run(x, w))
+    assert [t.tolist() for t in arrived] == [[4, 4], [4, 4]]
     for owner in range(ranks):
         out = torch.empty(buffers[owner].shape[1:], dtype=dtype)
-        tiles = 4 if owner == 0 else 2
-        kernels.sum_in_order(buffers[owner], out=out, ready=Ready(arrived[owner], rows=1, value=tiles, timeout=1))
+        kernels.sum_in_order(buffers[owner], out=out, ready=Ready(arrived[owner], rows=1, value=4, timeout=1))
         part = slice(bounds[owner], bounds[owner + 1])
         assert torch.equal(out, (products[0][part].float() + products[1][part].float()).to(dtype))
 
@@ -153,8 +152,8 @@ def counters(n):
         (lambda: kernels.wait(counters(2), counters(1)), "values needs at least 2"),
         (lambda: kernels.wait(counters(2).to("meta"), counters(2)), "must be on cpu"),
         (
-            lambda: kernels.DevicePlaces.by_owner(Tiling(8, 32, 8, 32), [0, 4, 8], [0, 0], torch.float32, "cpu"),
-            "belong to two ranks",
+            lambda: kernels.OwnerRows.of([0, 4, 9], [0, 0], 8, torch.float32, "cpu"),
+            "all owners but the last ones must own as many rows",
         ),
     ],
 )  # fmt: skip

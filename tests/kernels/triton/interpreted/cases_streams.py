@@ -22,7 +22,7 @@ from stream_cases import (
 from weft.overlap import Op, Transport
 from weft.overlap.blocks import Axis
 from weft.overlap.plan import shared_dims
-from weft.overlap.streams.plans import check_plan, plan_on_streams, tile_that_divides
+from weft.overlap.streams.plans import check_plan, plan_on_streams
 
 SHAPES = {2: [(48, 64, 24), (3, 33, 5)], 3: [(37, 50, 17)]}
 
@@ -38,8 +38,7 @@ def cases(size):
             Case(Op.REDUCE_SCATTER, m, n, k, axis=Axis.COLS, groups=(1, 1)),
             Case(Op.ALL_TO_ALL, m, n, k, axis=Axis.COLS, groups=(1, 1)),
         ]
-        if tile_m := tile_that_divides(m, size, 16):
-            found.append(Case(Op.REDUCE_SCATTER, m, n, k, transport=Transport.WINDOWS, groups=(1,), tile_m=tile_m))
+        found.append(Case(Op.REDUCE_SCATTER, m, n, k, transport=Transport.WINDOWS, groups=(1,)))
     dtype = torch.bfloat16 if size == 2 else torch.float16
     found += [Case(op, 40, 40, 12, dtype, planned=False) for op in Op if op is not Op.GATHER_BACK]
     return [*found, *(Case(op, 160, 200, 8, planned=False) for op in (Op.ALL_GATHER, Op.ALL_REDUCE))]
@@ -109,7 +108,7 @@ def test_plans_without_one_given():
     assert 2 <= len(apart.groups) <= 96
     assert apart.predicted is not None
     odd = plan_on_streams(Op.REDUCE_SCATTER, 8 * 97, 12288, 6144, *HALF, **big)
-    assert odd.tile_m == 97
+    assert (odd.transport, odd.tile_m) == (Transport.WINDOWS, 128)
     assert len(plan_on_streams(Op.ALL_TO_ALL, 5, 12288, 6144, *HALF, **big).groups) >= 2
     small = plan_on_streams(Op.ALL_REDUCE, 8, 4096, 512, *HALF, **big)
     assert small.sequential
@@ -122,7 +121,6 @@ def test_plans_without_one_given():
         (Case(Op.ALL_GATHER, 8, 8, 8, transport=Transport.WINDOWS), False, "use transport=messages"),
         (Case(Op.ALL_TO_ALL, 8, 8, 8), True, "got axis=rows, use axis=cols"),
         (Case(Op.REDUCE_SCATTER, 8, 8, 8), True, "use axis=cols"),
-        (Case(Op.REDUCE_SCATTER, 48, 8, 8, transport=Transport.WINDOWS), True, "use a tile_m that divides 24"),
     ],
 )
 def test_plans_that_streams_cannot_follow(case, maps, message):
