@@ -170,7 +170,8 @@ def simulate_all(
 ) -> dict[str, Simulation]:
     """Every schedule on the same ranks with the same work, and 1F1B that stops for its transfers."""
     from weft.pipeline import SCHEDULES, Costs, Transfers, schedule
-    from weft.pipeline.schedules.generators import SEVERAL_STAGES, V_SCHEDULES
+    from weft.pipeline.schedules.generators import SEVERAL_STAGES
+    from weft.pipeline.schedules.vees import V_SCHEDULES
 
     def simulated(name: str, transfers: Transfers = Transfers.OVERLAPPED) -> Simulation:
         stages = halved_stages if name in SEVERAL_STAGES else ranks

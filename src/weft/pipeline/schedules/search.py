@@ -66,12 +66,13 @@ def _starts(limits: Sequence[int], microbatches: int) -> Iterator[Words]:
         [2 * (stages - s) - 1 for s in range(stages)],
         [everything] * stages,
     )
-    for warm_up, delay in itertools.product(ways_to_warm_up, (None, 0, 1, "stage", "room")):
+    delays: tuple[int | str | None, ...] = (None, 0, 1, "stage", "room")
+    for warm_up, delay in itertools.product(ways_to_warm_up, delays):
         words = []
         for stage, limit in enumerate(limits):
             first = min(warm_up[stage], limit, microbatches)
             room = limit - first
-            later = {"stage": min(stage, room), "room": room, None: None}.get(delay, delay)  # type: ignore[call-overload]
+            later = {"stage": min(stage, room), "room": room}[delay] if isinstance(delay, str) else delay
             words.append(_word(microbatches, first, limit, later))
         yield tuple(words)
 
