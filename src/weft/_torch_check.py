@@ -234,6 +234,8 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "shallow_copy": _check_own,
     "unsaved_buffers": _check_own,
     "multiplies_bfloat16": lambda: _lacks(torch.cpu, "_is_avx512_bf16_supported", "_is_amx_tile_supported"),
+    # None is an answer, too: then a kernel tells.
+    "stream_writes": lambda: _unless(_torch.stream_writes() is None or callable(_torch.stream_writes()), "no class"),
     "symmetric_memory": lambda: _lacks(_torch.symmetric_memory(), "empty", "rendezvous"),
     "ColwiseParallel, RowwiseParallel": _check_styles,
 }
