@@ -28,7 +28,7 @@ MOST = {
 } | {arch: [v for v in DEFAULTS if v.name in OTHERS] for arch in ARCHS if arch not in TARGETS}
 SIGNALS = "matmul signals fp16 128x128x64 w8 s3"
 GATHERED = "matmul gathered fp16 128x128x64 w8 s3"
-TO_PEERS = "matmul to peers fp16 128x128x64 w8 s3"
+TO_PEERS = "matmul owners fp16 128x128x64 w8 s3"
 
 
 def ptx_of(name, arch):

@@ -5,6 +5,7 @@ rows         norms, sums of table rows, rotary positions, gates, sums of ranks' 
 attention    packed attention and its gradient
 signals      counters: told and waited for by kernels
 launch       what a launch needs: checks, block sizes, tables on the device
+budget       how many programs may wait at once
 compile      every kernel compiled for GPUs that need not be there: `weft kernels compile`
 interpreter  Triton's interpreter, mended, for tests
 
