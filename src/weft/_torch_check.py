@@ -234,8 +234,7 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "shallow_copy": _check_own,
     "unsaved_buffers": _check_own,
     "multiplies_bfloat16": lambda: _lacks(torch.cpu, "_is_avx512_bf16_supported", "_is_amx_tile_supported"),
-    # None is an answer, too: then a kernel tells.
-    "stream_writes": lambda: _unless(_torch.stream_writes() is None or callable(_torch.stream_writes()), "no class"),
     "symmetric_memory": lambda: _lacks(_torch.symmetric_memory(), "empty", "rendezvous"),
+    "stream_writes": lambda: _lacks(_torch.stream_writes(), "stream_write_value32", "memset32"),
     "ColwiseParallel, RowwiseParallel": _check_styles,
 }

@@ -4,8 +4,8 @@ matmul       `linear` with epilogues, tile orders and signals
 rows         norms, sums of table rows, rotary positions, gates, sums of ranks' parts
 attention    packed attention and its gradient
 signals      counters: told and waited for by kernels
-budget       how many programs of a matmul that waits for rows may run at once
 launch       what a launch needs: checks, block sizes, tables on the device
+budget       how many programs may wait at once
 compile      every kernel compiled for GPUs that need not be there: `weft kernels compile`
 interpreter  Triton's interpreter, mended, for tests
 

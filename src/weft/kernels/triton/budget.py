@@ -34,8 +34,8 @@ class Budget:
     reason: str
 
 
-# Of the waiting matmul with its default block sizes: at least what any of its compilations takes (a test compiles
-# them). 255 registers are the most that a thread can have.
+# Of the waiting matmul with its default block sizes, for aligned tensors and with a bias: a test compiles these, and no
+# others. 255 registers are the most that a thread can have; float32 of other alignments might take more than 128.
 WAITING = {torch.bfloat16: Footprint(8, 255, 98_320), torch.float32: Footprint(8, 128, 16_384)}
 
 # One at a time: `tell` or the barrier of symmetric memory, a block of one warp each, or a copy inside the device that

@@ -173,7 +173,7 @@ def _matmuls(dtype: torch.dtype, code: str) -> Iterator[Variant]:
     for number, config in enumerate(launch.MATMUL[dtype]):
         for use, given in MATMUL_USES.items():
             if number == 0 or use == "signals":
-                yield _matmul(use, given, everything, code, config, number == 0)
+                yield _matmul(use, given, everything, code, config, number == 0 and use not in SPILL)
     if dtype != torch.float32:
         for use in ("plain", "owners"):
             yield _matmul(f"short {use}", MATMUL_USES[use], everything, code, launch.SHORT, True)
@@ -184,12 +184,18 @@ def _matmuls(dtype: torch.dtype, code: str) -> Iterator[Variant]:
 MATMUL_USES = {
     "signals": ("out", "bias", "residual", "order", "group_of", "done"),
     "plain": ("out", "bias", "residual"),
+    "training": ("out", "bias", "pre"),
+    "training and residual": ("out", "bias", "residual", "pre"),
+    "ordered": ("out", "bias", "order", "group_of"),
     "gathered": ("out", "bias", "order", "group_of", "ready", "ready_steps"),
     "places": ("bias", "places", "place_strides", "order", "group_of", "done"),
     "owners": ("out_rows", "order", "group_of", "done_at"),
     "tiles wait": ("out", "bias", "order", "group_of", "ready"),
     "rows by address": ("x_rows", "bias", "places", "place_strides", "order", "group_of", "done_at"),
 }
+
+SPILL = ("training and residual",)
+"""Launched with default block sizes, but not held to have no spills: in float16, 16 bytes on sm90 and 32 on sm100."""
 
 
 def _matmul(
@@ -199,7 +205,7 @@ def _matmul(
     pointers = {name: kind for name, kind in kinds.items() if name in there}
     absent = tuple(name for name in kinds if name not in there)
     aligned = bool({"places", "out_rows"} & there)
-    options = {"ACTIVATION": "gelu" if "residual" in given else None, "PRECISION": "ieee", "ALIGNED": aligned,
+    options = {"ACTIVATION": "gelu" if {"residual", "pre"} & there else None, "PRECISION": "ieee", "ALIGNED": aligned,
                "THREADS": 32 * config.warps, "INTERPRET": False}  # fmt: skip
     return Variant(
         "matmul", f"{use} {code} {config.name}", matmul_kernel, pointers, config, absent, options, is_default

@@ -272,18 +272,23 @@ def all_aligned(addresses: Tensor) -> bool:
 _BAND = 12
 
 
-def banded(rows: Sequence[int], cols: Sequence[int], width: int) -> list[int]:
+def banded(rows: Sequence[int], cols: Sequence[int], width: int, after: Sequence[int] = ()) -> list[int]:
     """The tiles of these rows and columns of a tiling that is `width` tiles wide, in bands of rows, column by column.
 
     Tiles that are computed at the same time then share rows of x and of w in the cache: of about 130, a dozen each.
-    Bands are of equal heights, since a last one of a single row would read a row of w for each of its tiles.
+    Bands are of equal heights, since a last one of a single row would read a row of w for each of its tiles. Each
+    begins with the columns with which the one before it ended; the first, where the tiles `after` which it comes did.
 
     >>> banded([4, 5], [0, 1, 2], 3)
     [12, 15, 13, 16, 14, 17]
     """
+    if after and rows and cols:
+        row, col = divmod(after[-1], width)
+        rows = rows[::-1] if abs(row - rows[-1]) < abs(row - rows[0]) else rows
+        cols = cols[::-1] if abs(col - cols[-1]) < abs(col - cols[0]) else cols
     bands = -(-len(rows) // _BAND)
     order = []
     for band in range(bands):
         some = rows[len(rows) * band // bands : len(rows) * (band + 1) // bands]
-        order += [row * width + col for col in cols for row in some]
+        order += [row * width + col for col in (cols[::-1] if band % 2 else cols) for row in some]
     return order

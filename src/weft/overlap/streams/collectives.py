@@ -67,7 +67,7 @@ def _tables(plan: OverlapPlan, tiling: Tiling, stored_rows: int, like: Tensor) -
     for number, block in enumerate(cut.blocks):
         rows = range(block.m0 // tiling.tile_m, -(-block.m1 // tiling.tile_m))
         cols = range(block.n0 // tiling.tile_n, -(-block.n1 // tiling.tile_n))
-        order += kernels.banded(rows, cols, tiling.cols)
+        order += kernels.banded(rows, cols, tiling.cols, order)
         box = slice(rows.start, rows.stop), slice(cols.start, cols.stop)
         m0 = torch.arange(rows.start, rows.stop, device="cpu")[:, None] * tiling.tile_m
         n0 = torch.arange(cols.start, cols.stop, device="cpu")[None, :] * tiling.tile_n
@@ -198,13 +198,13 @@ def owner_order(tiling: Tiling, bounds: Sequence[int], rank: int) -> list[int]:
     Those of an owner are taken in bands. A tile with rows of two owners comes with the first of these.
 
     >>> owner_order(Tiling(4, 64, 1, 32), [0, 2, 4], rank=0)
-    [4, 6, 5, 7, 0, 2, 1, 3]
+    [4, 6, 5, 7, 3, 1, 2, 0]
     """
     ranks, seen, order = len(bounds) - 1, set[int](), list[int]()
     for owner in ((rank + 1 + i) % ranks for i in range(ranks)):
         rows = [row for row in rows_by_destination(tiling, bounds, [owner]) if row not in seen]
         seen.update(rows)
-        order += kernels.banded(rows, range(tiling.cols), tiling.cols)
+        order += kernels.banded(rows, range(tiling.cols), tiling.cols, order)
     return order
 
 

@@ -71,11 +71,9 @@ def lower_gather(plan: OverlapPlan, rank: int) -> GatherProgram:
             for row in incoming.touched(RowArrival(rank, fetch.expect.m0, fetch.expect.m1)):
                 steps[row] = number
     cols = range(incoming.tiling.cols)
-    order = [
-        tile
-        for _, rows in groupby(incoming.tile_rows, key=steps.__getitem__)
-        for tile in kernels.banded([*rows], cols, len(cols))
-    ]
+    order: list[int] = []
+    for _, rows in groupby(incoming.tile_rows, key=steps.__getitem__):
+        order += kernels.banded([*rows], cols, len(cols), order)
     return GatherProgram(incoming, fetches, tuple(steps), tuple(order))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched import all_compiled
 from torch.nn import functional as F
 
 import weft
@@ -22,7 +23,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
 
 @pytest.fixture(autouse=True)
 def _by_triton():
-    with routed("cpu", TRITON):
+    with routed("cpu", TRITON), all_compiled():
         assert kernels_for(torch.zeros(1)).name == TRITON
         yield
 

@@ -5,6 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from weft.kernels import triton as kernels
+from weft.kernels.triton import launch
+from weft.kernels.triton.rows import sum_kernel
 
 WIDTHS = [1, 3, 31, 32, 100, 768]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -162,3 +164,31 @@ ZEROS = torch.zeros(2, 4)
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_sums_of_parts_far_apart():
+    """More than 2^31 elements from the first part to the last: offsets of 32 bits would point before the first."""
+    distance, ranks = 2**30, 4
+    parts = torch.empty(distance * (ranks - 1) + 1024, dtype=torch.float16)  # only what is touched takes memory
+    out = torch.empty(1024, dtype=torch.float16)
+    for rank in range(ranks):
+        parts[rank * distance :][:1024] = 2.0**rank
+    late = kernels.Late.on("cpu")
+    config = launch.STRIP
+    sum_kernel[(1,)](
+        parts,
+        out,
+        None,
+        None,
+        late.flag,
+        1024,
+        ranks,
+        distance,
+        1024,
+        0,
+        1,
+        THREADS=32 * config.warps,
+        INTERPRET=True,
+        **config.launch,
+    )
+    assert torch.equal(out, torch.full_like(out, 15.0))

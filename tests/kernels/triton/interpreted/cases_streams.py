@@ -17,6 +17,7 @@ from stream_cases import (
     by_streams,
     overlaps,
     sums_in_rank_order,
+    tables_are_kept,
 )  # fmt: skip
 
 from weft.overlap import Op, Transport
@@ -52,6 +53,10 @@ def test_values_and_gradients(size):
 
 def test_parts_are_added_in_rank_order():
     assert run_ranks(by_streams, 3, sums_in_rank_order, timeout=60) == [True] * 3
+
+
+def test_an_all_to_all_makes_its_tables_once():
+    assert run_ranks(by_streams, 2, tables_are_kept, timeout=60) == [2, 2]  # was 3
 
 
 def test_a_group_travels_while_the_next_is_computed():

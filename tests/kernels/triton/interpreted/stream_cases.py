@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from launched import all_compiled
 
 from weft import overlap, reference
 from weft.errors import PeerLost, PeerTimeout, WeftError
@@ -15,6 +16,7 @@ from weft.kernels.triton.interpreter import mend
 from weft.overlap import Op, OverlapPlan, Transport, streams
 from weft.overlap.blocks import Axis
 from weft.overlap.executor.context import context_of
+from weft.overlap.streams import collectives
 from weft.overlap.streams.state import state_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-2, torch.float16: 1e-2}
@@ -96,6 +98,11 @@ def run(case, module, group, plan=None):
 
 def agrees(group, cases):
     """Values and gradients as the plain twins give them; and the same bits as the sequential plan."""
+    with all_compiled():
+        return _agree(group, cases)
+
+
+def _agree(group, cases):
     for case in cases:
         plan = case.plan(group.size()) if case.planned else None
         got, want = run(case, overlap, group, plan), run(case, reference, group)
@@ -110,6 +117,24 @@ def agrees(group, cases):
             assert torch.equal(called(case, overlap, group, *inputs, replace(plan, groups=())), got[0]), case
     streams.check(group)
     return len(cases)
+
+
+def tables_are_kept(group):
+    """How often an all-to-all makes its tables, in three calls of two sizes."""
+    made, make = [], collectives._tables
+
+    def noted(*args):
+        made.append(args)
+        return make(*args)
+
+    collectives._tables = noted
+    try:
+        for m in (33, 70, 33):
+            case = Case(Op.ALL_TO_ALL, m, 96, 8, axis=Axis.COLS, groups=(1, 1))
+            called(case, overlap, group, *inputs_of(case, group.rank(), group.size()), case.plan(group.size()))
+    finally:
+        collectives._tables = make
+    return len(made)
 
 
 def sums_in_rank_order(group):
