@@ -48,18 +48,17 @@ def serve(options: ServeOptions, announce: Callable[[str], None]) -> int:
         def started() -> None:
             announce(f"http://{where}:{port}")
 
-        # OpenMP's threads belong to who started them. Those of this thread would do nothing while requests are computed
-        # in another, but count: with more threads than cores OpenMP sleeps at each barrier instead of waiting awake.
-        threads = options.threads or torch.get_num_threads()
-        torch.set_num_threads(1)
-        models = load(options)
         if not is_shared:
-            torch.set_num_threads(threads)
+            if options.threads:
+                torch.set_num_threads(options.threads)
+            models = load(options)
             gc.collect()
             gc.freeze()  # else a full collection looks through all of it, for a quarter of a second under load
             return _run(models, options, Board(), 0, listener, started)
-        if (running := len(os.listdir("/proc/self/task"))) > 1:
-            _log.warning("%d threads before the fork: workers cannot use OpenMP, and are slower", running)
+        torch.set_num_threads(1)
+        models = load(options)
+        if (threads := len(os.listdir("/proc/self/task"))) > 1:
+            _log.warning("%d threads before the fork: workers cannot use OpenMP, and are slower", threads)
         gc.collect()
         gc.freeze()  # a collection in a worker does not touch, and so does not copy, what all of them share
         try:
